@@ -1,0 +1,1 @@
+"""Helpers of ``train_tiny_pair.py``: text sources, chat samples, training and measuring."""

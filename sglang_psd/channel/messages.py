@@ -1,0 +1,224 @@
+"""Messages between the scheduler (rank 0) and the drafter.
+
+The drafter is a pure function of committed tokens: everything it needs to know about a request is in
+``Open`` and in the ``Round`` rows that follow, so it can be re-opened at any time. Arrays travel as raw
+little-endian bytes; the wire never carries logits, tensors or pickles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from sglang_psd.errors import ProtocolError
+
+SCHEMA_VERSION = 1
+
+TOKEN = np.dtype("<i4")
+PROB = np.dtype("<f4")
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How the drafter samples for one request.
+
+    ``greedy`` rows propose the argmax. Rows with a ``seed`` share the target's noise (see
+    ``sglang_psd.noise``). All others sample from their ``proposal_top_m`` most likely tokens.
+    """
+
+    greedy: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """A request was admitted (or re-admitted): build its KV from ``tokens`` (``int32`` bytes)."""
+
+    rid: str
+    tokens: bytes
+    sampling: Sampling
+
+
+class RoundRow(msgspec.Struct, frozen=True, array_like=True):
+    """One request of a round: tokens committed since the last one, and the length they lead to."""
+
+    rid: str
+    base_len: int
+    new_tokens: list[int]
+
+
+class Round(msgspec.Struct, frozen=True, tag="round"):
+    """Commit ``new_tokens`` of each row, then draft ``num_steps`` tokens for it."""
+
+    round_id: int
+    rows: list[RoundRow]
+    num_steps: int
+
+
+class Proposals(msgspec.Struct, frozen=True, tag="proposals"):
+    """Drafts for rows of one ``Round``.
+
+    ``base_lens[i]`` is the committed length that row ``i`` continues; the scheduler drops a row whose
+    length has moved on. ``tokens`` is ``[rows, num_steps] int32``; a row without drafts (request unknown,
+    context or pool exhausted) has ``counts[i] == 0``. ``sampled`` lists the row numbers that carry a
+    law: ``law_ids`` and ``law_probs`` are ``[len(sampled), num_steps, top_m]``, ``int32`` and ``float32``,
+    padded with probability 0. Rows not listed were proposed with certainty (one-hot law).
+    Times are seconds of ``time.monotonic``, one clock for all processes of a host.
+    """
+
+    round_id: int
+    rids: list[str]
+    base_lens: list[int]
+    counts: list[int]
+    num_steps: int
+    tokens: bytes
+    sampled: list[int]
+    top_m: int
+    law_ids: bytes
+    law_probs: bytes
+    received_s: float
+    started_s: float
+    finished_s: float
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    """Requests that ended, were retracted or left: forget them and free their KV."""
+
+    rids: list[str]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of the drafter: it is ready, and this is what it holds."""
+
+    schema_version: int
+    pid: int
+    device: str
+    vocab_size: int
+    context_len: int
+    kv_tokens: int
+    max_requests: int
+    weight_gb: float
+    kv_gb: float
+    load_s: float
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Ask for ``Stats``."""
+
+    ping_id: int
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    """What the drafter holds now; ``free_kv_tokens`` and ``open_requests`` are its accounting."""
+
+    ping_id: int
+    open_requests: int
+    free_kv_tokens: int
+    kv_tokens: int
+    rounds: int
+    drafted_tokens: int
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    """The drafter cannot go on (``fatal``) or could not serve one message."""
+
+    message: str
+    fatal: bool
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave."""
+
+
+Message = Open | Round | Proposals | Close | Hello | Ping | Stats | Failure | Shutdown
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Serialise one message to msgpack."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Parse one message.
+
+    Raises
+    ------
+    ProtocolError
+        The bytes are not a valid message of this schema.
+    """
+    try:
+        message = _DECODER.decode(data)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"The drafter channel carried a malformed message ({error}).") from None
+    if isinstance(message, Proposals):
+        _check_proposals(message)
+    elif isinstance(message, Hello) and message.schema_version != SCHEMA_VERSION:
+        raise ProtocolError(
+            f"The drafter speaks schema {message.schema_version}, this server {SCHEMA_VERSION}; "
+            "install the same sglang-psd on both sides."
+        )
+    return message
+
+
+def _check_proposals(message: Proposals) -> None:
+    rows, steps = len(message.rids), message.num_steps
+    law = len(message.sampled) * steps * message.top_m
+    sound = (
+        steps >= 0
+        and message.top_m >= 0
+        and len(message.base_lens) == rows
+        and len(message.counts) == rows
+        and len(message.tokens) == rows * steps * TOKEN.itemsize
+        and len(message.law_ids) == law * TOKEN.itemsize
+        and len(message.law_probs) == law * PROB.itemsize
+        and all(0 <= count <= steps for count in message.counts)
+        and all(0 <= row < rows for row in message.sampled)
+    )
+    if not sound:
+        raise ProtocolError("The drafter sent proposals whose arrays do not match their header.")
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """Drafts of one request, as the scheduler keeps them until its next round.
+
+    Attributes
+    ----------
+    base_len : int
+        Committed length they continue.
+    tokens : ndarray, ``[count] int32``
+    law_ids, law_probs : ndarray or None, ``[count, top_m]``
+        The sparse law each token was drawn from; None means that the token was certain.
+    """
+
+    base_len: int
+    tokens: np.ndarray
+    law_ids: np.ndarray | None = None
+    law_probs: np.ndarray | None = None
+
+
+def unpack_rows(message: Proposals) -> dict[str, DraftRow]:
+    """Split ``Proposals`` into one ``DraftRow`` per request id (views, no copies)."""
+    rows, steps, top_m = len(message.rids), message.num_steps, message.top_m
+    tokens = np.frombuffer(message.tokens, TOKEN).reshape(rows, steps)
+    shape = (len(message.sampled), steps, top_m)
+    ids = np.frombuffer(message.law_ids, TOKEN).reshape(shape)
+    probs = np.frombuffer(message.law_probs, PROB).reshape(shape)
+    law_of = {row: i for i, row in enumerate(message.sampled)}
+    unpacked = {}
+    for row, rid in enumerate(message.rids):
+        count, law = message.counts[row], law_of.get(row)
+        unpacked[rid] = DraftRow(
+            base_len=message.base_lens[row],
+            tokens=tokens[row, :count],
+            law_ids=None if law is None else ids[law, :count],
+            law_probs=None if law is None else probs[law, :count],
+        )
+    return unpacked

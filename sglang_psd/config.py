@@ -1,0 +1,217 @@
+"""PSDConfig: every option of the product, checked once.
+
+Flags, ``sgl.Engine`` keywords and ``--psd-config`` share their names: flag ``--psd-mode``, keyword
+``psd_mode``, JSON key ``mode``. An explicit flag or keyword wins over the JSON, which wins over the
+default. This module imports neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+from sglang_psd.errors import PSDConfigError
+
+ALGORITHM = "PSD"
+MODES = ("parallel", "sequential", "off")
+LOOPS = ("auto", "overlapped", "synchronous")
+
+# Flags and keywords; the other fields of PSDConfig can be set through --psd-config only.
+FLAG_FIELDS = (
+    "mode",
+    "drafter_device",
+    "drafter_mem_fraction",
+    "drafter_attention_backend",
+    "drafter_dtype",
+    "proposal_top_m",
+    "trace",
+)
+
+
+@dataclass(frozen=True)
+class PSDConfig:
+    """Options of parallel speculative decoding.
+
+    Attributes
+    ----------
+    mode : {"parallel", "sequential", "off"}
+        Two alternating slots, one slot, or stock SGLang without a drafter.
+    drafter_device : str or None
+        ``cuda:N`` (counted as the server process counts) or ``cpu``; None picks the GPU after the
+        target's, or the target's own when there is no other.
+    drafter_mem_fraction : float or None
+        Share of the drafter GPU's memory for weights and KV, in (0, 1); None picks 0.8 on a GPU
+        of its own and 0.1 on the target's.
+    drafter_attention_backend, drafter_dtype : str or None
+        As SGLang's ``--attention-backend`` and ``--dtype``, for the drafter; None follows the target's
+        backend and the draft checkpoint's own dtype.
+    proposal_top_m : int
+        The drafter samples from its ``m`` most likely tokens, renormalised, and sends exactly that
+        law. Does not change what is generated, only how often drafts are accepted.
+    trace : str or None
+        File for the step trace (JSON lines).
+    loop : {"auto", "overlapped", "synchronous"}
+        ``synchronous`` finishes each round before it starts the next: the oracle of the overlapped loop, and
+        what ``auto`` picks on a CPU, where a launch blocks anyway.
+    min_parallel_requests : int
+        Fewer running requests than this stay in one slot.
+    rebalance_threshold : int
+        Slots whose sizes differ by at least this many requests are evened out.
+    draft_timeout_s : float
+        Longest wait for proposals. A round whose proposals are late runs without them.
+    start_timeout_s : float
+        Longest wait for the drafter to load.
+    integrity_checks : bool
+        Check slot and drafter accounting on every round (tests, debugging).
+    """
+
+    mode: str = "parallel"
+    drafter_device: str | None = None
+    drafter_mem_fraction: float | None = None
+    drafter_attention_backend: str | None = None
+    drafter_dtype: str | None = None
+    proposal_top_m: int = 32
+    trace: str | None = None
+    loop: str = "auto"
+    min_parallel_requests: int = 2
+    rebalance_threshold: int = 2
+    draft_timeout_s: float = 10.0
+    start_timeout_s: float = 600.0
+    integrity_checks: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        _check_choice("mode", self.mode, MODES)
+        _check_choice("loop", self.loop, LOOPS)
+        fraction = self.drafter_mem_fraction
+        if fraction is not None and not 0.0 < fraction < 1.0:
+            raise PSDConfigError(
+                f"--psd-drafter-mem-fraction must lie between 0 and 1, got {fraction}; "
+                "0.8 suits a GPU of its own, 0.1 a shared one."
+            )
+        _check_minimum("proposal_top_m", self.proposal_top_m, 1)
+        _check_minimum("min_parallel_requests", self.min_parallel_requests, 2)
+        _check_minimum("rebalance_threshold", self.rebalance_threshold, 2)
+        _check_minimum("draft_timeout_s", self.draft_timeout_s, 0.001)
+        _check_minimum("start_timeout_s", self.start_timeout_s, 1)
+        if self.drafter_device is not None:
+            check_device_name(self.drafter_device)
+        if self.trace is not None:
+            check_trace_path(self.trace)
+
+    def _check_types(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            kinds = _FIELD_KINDS[field.name]
+            if (isinstance(value, bool) and bool not in kinds) or not isinstance(value, kinds):
+                wanted = " or ".join(_KIND_NAMES[kind] for kind in kinds)
+                raise PSDConfigError(f"{flag_name(field.name)} must be {wanted}, got {value!r}.")
+
+    @property
+    def num_slots(self) -> int:
+        """Slots the scheduler alternates between: 2 in parallel mode, else 1."""
+        return 2 if self.mode == "parallel" else 1
+
+
+_NONE = type(None)
+_KIND_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", _NONE: "absent"}
+_FIELD_KINDS: dict[str, tuple[type, ...]] = {
+    "mode": (str,),
+    "drafter_device": (str, _NONE),
+    "drafter_mem_fraction": (float, int, _NONE),
+    "drafter_attention_backend": (str, _NONE),
+    "drafter_dtype": (str, _NONE),
+    "proposal_top_m": (int,),
+    "trace": (str, _NONE),
+    "loop": (str,),
+    "min_parallel_requests": (int,),
+    "rebalance_threshold": (int,),
+    "draft_timeout_s": (float, int),
+    "start_timeout_s": (float, int),
+    "integrity_checks": (bool,),
+}
+
+
+def flag_name(field: str) -> str:
+    """How a user sets ``field``: its flag, or its key in ``--psd-config``."""
+    if field in FLAG_FIELDS:
+        return "--psd-" + field.replace("_", "-")
+    return f"{field!r} in --psd-config"
+
+
+def resolve_config(flags: Mapping[str, Any], source: str | Mapping[str, Any] | None) -> PSDConfig:
+    """Merge explicit flags over ``--psd-config`` over defaults.
+
+    Parameters
+    ----------
+    flags : mapping
+        Field name to value; None means that the user gave no such flag.
+    source : str, mapping or None
+        JSON text, path of a JSON file, or an already parsed object (Engine keyword).
+
+    Raises
+    ------
+    PSDConfigError
+        Unknown key, wrong type, value out of range, unreadable file or malformed JSON.
+    """
+    known = {field.name for field in dataclasses.fields(PSDConfig)}
+    values = dict(load_config_source(source))
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise PSDConfigError(
+            f"--psd-config has no option {unknown[0]!r}; it knows {', '.join(sorted(known))}."
+        )
+    values.update({name: value for name, value in flags.items() if value is not None})
+    return PSDConfig(**values)
+
+
+def load_config_source(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Parse ``--psd-config``: a JSON object given inline, as a file, or as a mapping."""
+    if source is None:
+        return {}
+    if isinstance(source, Mapping):
+        return source
+    text = source.strip()
+    if not text.startswith("{"):
+        try:
+            with open(text, encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise PSDConfigError(
+                f"--psd-config {source!r} is neither a JSON object nor a readable file ({error})."
+            ) from None
+    try:
+        parsed = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise PSDConfigError(f"--psd-config holds malformed JSON ({error}).") from None
+    if not isinstance(parsed, dict):
+        raise PSDConfigError("--psd-config must hold a JSON object such as {\"mode\": \"parallel\"}.")
+    return parsed
+
+
+def check_device_name(device: str) -> None:
+    """Accept ``cpu``, ``cuda`` or ``cuda:N``."""
+    kind, _, index = device.partition(":")
+    if device == "cpu" or (kind == "cuda" and (index.isdecimal() or device == "cuda")):
+        return
+    raise PSDConfigError(f"--psd-drafter-device must be cuda:N or cpu, got {device!r}.")
+
+
+def check_trace_path(path: str) -> None:
+    """Refuse a trace file that cannot be written, before any model is loaded."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise PSDConfigError(f"--psd-trace {path!r} is not a writable file path; create its folder first.")
+
+
+def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise PSDConfigError(f"{flag_name(field)} must be one of {', '.join(choices)}, got {value!r}.")
+
+
+def _check_minimum(field: str, value: float, minimum: float) -> None:
+    if not minimum <= value < float("inf"):
+        raise PSDConfigError(f"{flag_name(field)} must be at least {minimum}, got {value}.")

@@ -1,0 +1,1 @@
+"""What lets stock SGLang serve on a machine without a GPU (demo and tests only)."""

@@ -1,0 +1,65 @@
+"""Arguments that make stock SGLang start on a CPU, filled in where the user gave none."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from sglang_psd.cpu.bootstrap import gpu_driver_present
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+# 64 k tokens are plenty for demo and tests; SGLang would size the pool to most of the host memory.
+CPU_KV_TOKENS = 65_536
+
+
+def cpu_only() -> bool:
+    """Whether this process may use the CPU path: no GPU driver is installed."""
+    return not gpu_driver_present()
+
+
+def install() -> None:
+    """Define CPU operators and the verifying attention backend (call on CPU-only machines)."""
+    from sglang_psd.cpu import attention, ops
+
+    ops.install()
+    attention.install()
+    share_cores()
+
+
+def share_cores() -> None:
+    """Leave half of the cores to the other model, unless ``OMP_NUM_THREADS`` says otherwise.
+
+    Target and drafter compute at the same time: two full thread pools on the same cores spend their time waiting for
+    each other (a 60 ms verify of a tiny model took 180 ms).
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+
+
+def fill_server_args(args: ServerArgs) -> None:
+    """Give unset arguments the values that work without a GPU.
+
+    Exact arithmetic is the point of the CPU path, so ``dtype="auto"`` becomes float32. The paged
+    allocator and CUDA graphs need a GPU: page size 1 and eager execution are the only choice.
+    """
+    if args.device not in (None, "cpu"):
+        return
+    args.device = "cpu"
+    args.disable_cuda_graph = True
+    args.disable_overlap_schedule = True
+    if args.attention_backend is None:
+        args.attention_backend = "torch_native"
+    if args.dtype == "auto":
+        args.dtype = "float32"
+    if args.page_size is None:
+        args.page_size = 1
+    if args.max_total_tokens is None:
+        args.max_total_tokens = CPU_KV_TOKENS

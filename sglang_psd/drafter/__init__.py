@@ -1,0 +1,1 @@
+"""The drafter: a process of its own that turns committed tokens into proposals."""

@@ -1,0 +1,109 @@
+"""Life cycle of the drafter process, seen from the scheduler: spawn early, join late, leave nothing behind."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from sglang_psd.channel.messages import Failure, Hello, Message, Shutdown
+from sglang_psd.channel.transport import Channel, PrivateEndpoint
+from sglang_psd.drafter.spec import DrafterSpec
+from sglang_psd.errors import DrafterStartError, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+EXIT_GRACE_S = 3.0
+ALIVE_SLICE_S = 0.05
+
+
+class DrafterProcess:
+    """A child process and the channel to it.
+
+    Parameters
+    ----------
+    spec : DrafterSpec
+        Its ``endpoint`` is filled in here.
+    visible_device : str or None
+        Value of ``CUDA_VISIBLE_DEVICES`` for the child; None leaves the environment alone.
+    """
+
+    def __init__(self, spec: DrafterSpec, visible_device: str | None):
+        self._endpoint = PrivateEndpoint()
+        self.spec = msgspec.structs.replace(spec, endpoint=self._endpoint.address)
+        self.channel = Channel(self._endpoint.address, bind=True)
+        environment = dict(os.environ)
+        if visible_device is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = visible_device
+        command = [sys.executable, "-m", "sglang_psd.drafter", msgspec.json.encode(self.spec).decode()]
+        # A fresh interpreter: neither a fork after CUDA and gloo started, nor a re-import of the user's __main__.
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        self.hello: Hello | None = None
+        atexit.register(self.stop)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    def join(self, timeout_s: float) -> Hello:
+        """Wait until the drafter is ready.
+
+        Raises
+        ------
+        DrafterStartError
+            It failed, died, or took longer than ``timeout_s`` seconds.
+        """
+        if self.hello is not None:
+            return self.hello
+        message: Message | None
+        try:
+            message = self.channel.receive_within(timeout_s, ALIVE_SLICE_S, self.alive)
+        except ProtocolError as error:
+            self.stop()
+            raise DrafterStartError(str(error)) from None
+        if isinstance(message, Hello):
+            self.hello = message
+            return message
+        alive, code = self.alive(), self._process.poll()
+        self.stop()
+        where = f"The drafter ({self.spec.model_path} on {self.spec.device_label})"
+        if isinstance(message, Failure):
+            raise DrafterStartError(f"{where} could not start: {message.message}")
+        if not alive:
+            raise DrafterStartError(f"{where} died while loading (exit code {code}); its log above says why.")
+        raise DrafterStartError(
+            f"{where} was not ready within {timeout_s:.0f} s; raise 'start_timeout_s' in --psd-config."
+        )
+
+    def stop(self) -> None:
+        """End the process: ask, then terminate, then kill. Safe to call again."""
+        atexit.unregister(self.stop)
+        if self.alive():
+            try:
+                self.channel.send(Shutdown())
+                _wait(self._process, EXIT_GRACE_S)
+            except ProtocolError:
+                pass
+        for sig in (signal.SIGTERM, signal.SIGKILL):
+            if self.alive():
+                self._process.send_signal(sig)
+                _wait(self._process, EXIT_GRACE_S)
+        self.channel.close()
+        self._endpoint.cleanup()
+
+
+def _wait(process: subprocess.Popen, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)

@@ -1,0 +1,62 @@
+"""What the drafter knows about each open request: pure bookkeeping, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Sequence
+
+from sglang_psd.channel.messages import Sampling
+
+
+@dataclass
+class DraftState:
+    """One open request.
+
+    Attributes
+    ----------
+    rid : str
+    sampling : Sampling
+    tokens : list of int
+        Committed tokens, prompt included.
+    fed : list of int
+        Tokens whose KV stands in the pool, by position: committed ones, then drafts that may turn out wrong.
+    pool_row : int
+        Row of the request table; -1 while none is assigned.
+    num_slots : int
+        KV slots written into that row.
+    """
+
+    rid: str
+    sampling: Sampling
+    tokens: list[int]
+    fed: list[int] = field(default_factory=list)
+    pool_row: int = -1
+    num_slots: int = 0
+
+    def commit(self, new_tokens: Sequence[int], base_len: int) -> bool:
+        """Append committed tokens and drop KV that they contradict.
+
+        Returns False, changing nothing, when ``base_len`` says that a message was lost: the request is of no use
+        until it is opened again.
+        """
+        if len(self.tokens) + len(new_tokens) != base_len:
+            return False
+        self.tokens.extend(new_tokens)
+        self._drop_contradicted(len(self.tokens) - len(new_tokens))
+        return True
+
+    def _drop_contradicted(self, start: int) -> None:
+        """Keep the fed tokens that agree with the committed ones.
+
+        The last committed token is always fed again: its logits start the next chain.
+        """
+        agreed = min(start, len(self.fed))
+        limit = min(len(self.fed), len(self.tokens) - 1)
+        while agreed < limit and self.fed[agreed] == self.tokens[agreed]:
+            agreed += 1
+        del self.fed[min(agreed, limit) :]
+
+    @property
+    def missing(self) -> int:
+        """Committed tokens whose KV is not there yet (at least 1 when tokens exist)."""
+        return len(self.tokens) - len(self.fed)

@@ -1,0 +1,146 @@
+"""Main loop of the drafter process: rounds first, prefill when there is time."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+
+import msgspec
+
+from sglang_psd.channel.messages import Close, Failure, Message, Open, Ping, Round, RoundRow, Shutdown
+from sglang_psd.channel.transport import Channel
+from sglang_psd.drafter.spec import DrafterSpec
+from sglang_psd.errors import ProtocolError
+
+logger = logging.getLogger(__name__)
+
+PARENT_CHECK_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+class DrafterLoop:
+    """Serves one channel until ``Shutdown`` or until the parent is gone.
+
+    Parameters
+    ----------
+    engine : DraftEngine
+        Anything with its methods; the unit tests pass a stand-in.
+    channel : Channel
+    parent_pid : int
+        The scheduler; the loop ends when it is no longer this process's parent.
+    """
+
+    def __init__(self, engine, channel: Channel, parent_pid: int):
+        self._engine = engine
+        self._channel = channel
+        self._parent_pid = parent_pid
+        self._inbox: deque[tuple[float, Message]] = deque()
+
+    def run(self) -> None:
+        """Serve until told to leave."""
+        while os.getppid() == self._parent_pid:
+            self._drain(PARENT_CHECK_S)
+            while self._inbox:
+                received_s, message = self._inbox.popleft()
+                if isinstance(message, Shutdown):
+                    return
+                self._handle(message, received_s)
+                self._drain(0.0)
+            while not self._inbox and self._engine.prefill_some():
+                self._drain(0.0)
+
+    def _drain(self, timeout_s: float) -> None:
+        while True:
+            try:
+                message = self._channel.receive(timeout_s)
+            except ProtocolError as error:
+                logger.warning("%s", error)
+                self._channel.send(Failure(str(error), fatal=False))
+                continue
+            if message is None:
+                return
+            self._inbox.append((time.monotonic(), message))
+            timeout_s = 0.0
+
+    def _handle(self, message: Message, received_s: float) -> None:
+        if isinstance(message, Open):
+            self._engine.open(message)
+        elif isinstance(message, Close):
+            self._engine.close(message)
+        elif isinstance(message, Round):
+            self._draft(message, received_s)
+        elif isinstance(message, Ping):
+            self._channel.send(self._engine.stats(message.ping_id))
+
+    def _draft(self, message: Round, received_s: float) -> None:
+        """Answer rows that only need decode steps first; rows whose prompt is still to be read come after."""
+        warm = [row for row in message.rows if not self._engine.backlog(row.rid)]
+        cold = [row for row in message.rows if self._engine.backlog(row.rid)]
+        for rows in (warm, cold):
+            if rows:
+                self._send_drafts(message, rows, received_s)
+
+    def _send_drafts(self, message: Round, rows: list[RoundRow], received_s: float) -> None:
+        self._channel.send(self._engine.draft(message.round_id, rows, message.num_steps, received_s))
+
+
+def bind_life_to_parent() -> int:
+    """Die with the parent, leave Ctrl-C to it, and return its pid.
+
+    The scheduler ends this process (``Shutdown``, then SIGTERM); a Ctrl-C that reaches the whole process group must
+    not race with that. If the parent is killed outright the kernel sends SIGKILL here.
+    """
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call took effect
+            os._exit(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return parent
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of the child process; ``argv[0]`` is a ``DrafterSpec`` as JSON."""
+    parent_pid = bind_life_to_parent()
+    spec = msgspec.json.decode(argv[0], type=DrafterSpec)
+    logging.basicConfig(level=spec.log_level.upper(), format="[%(asctime)s DRAFTER] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    try:
+        import setproctitle
+
+        setproctitle.setproctitle("sglang_psd::drafter")
+    except ImportError:
+        pass
+    channel = Channel(spec.endpoint, bind=False)
+    try:
+        from sglang_psd.drafter.engine import DraftEngine
+
+        engine = DraftEngine(spec)
+    except BaseException as error:
+        logger.exception("The drafter could not start.")
+        channel.send(Failure(f"{type(error).__name__}: {error}", fatal=True))
+        time.sleep(1.0)  # let the message leave before the socket goes
+        return 1
+    channel.send(engine.hello(os.getpid()))
+    logger.info(
+        "Drafter ready in %.1f s on %s: %d KV tokens, weights %.2f GB, KV %.2f GB.",
+        engine.load_s,
+        spec.device_label,
+        engine.hello(0).kv_tokens,
+        engine.hello(0).weight_gb,
+        engine.hello(0).kv_gb,
+    )
+    try:
+        DrafterLoop(engine, channel, parent_pid).run()
+    except Exception as error:
+        logger.exception("The drafter failed.")
+        channel.send(Failure(f"{type(error).__name__}: {error}", fatal=True))
+        time.sleep(0.2)
+        return 1
+    finally:
+        channel.close()
+    return 0

@@ -1,0 +1,60 @@
+"""What a drafter process is told when it starts."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Start-up parameters, passed to the process as JSON.
+
+    Attributes
+    ----------
+    endpoint : str
+        ZMQ address to connect to.
+    model_path, revision, load_format, trust_remote_code
+        The draft checkpoint, as SGLang's flags of the same meaning.
+    device : str
+        ``cuda`` (the one visible device) or ``cpu``.
+    device_label : str
+        How the server's user names that device, for messages.
+    dtype, attention_backend : str
+    mem_fraction : float
+        Share of the device's memory for weights and KV.
+    shared_device : bool
+        Whether the target lives on the same device.
+    max_requests : int
+        Most requests open at once.
+    vocab_limit : int
+        Ids from here on are never proposed (padding of either vocabulary).
+    num_steps, top_m : int
+        Longest chain; size of the sparse law.
+    random_seed : int
+    context_length : int or None
+        Overrides the checkpoint's.
+    kv_tokens : int or None
+        Upper bound of the KV pool.
+    cuda_graphs : bool
+    log_level : str
+    """
+
+    endpoint: str
+    model_path: str
+    device: str
+    device_label: str
+    dtype: str
+    attention_backend: str
+    mem_fraction: float
+    shared_device: bool
+    max_requests: int
+    vocab_limit: int
+    num_steps: int
+    top_m: int
+    random_seed: int
+    revision: str | None = None
+    load_format: str = "auto"
+    trust_remote_code: bool = False
+    context_length: int | None = None
+    kv_tokens: int | None = None
+    cuda_graphs: bool = True
+    log_level: str = "info"

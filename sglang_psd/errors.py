@@ -1,0 +1,29 @@
+"""Named errors. Each message is one sentence that names the flag at fault and the remedy."""
+
+
+class PSDError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class PSDConfigError(PSDError, ValueError):
+    """A flag, keyword or config file holds a value that cannot work."""
+
+
+class UnsupportedFeatureError(PSDConfigError):
+    """A valid SGLang feature that PSD cannot serve yet."""
+
+
+class DraftMismatchError(PSDConfigError):
+    """Target and draft model do not speak the same token ids."""
+
+
+class DrafterStartError(PSDError, RuntimeError):
+    """The drafter process did not become ready."""
+
+
+class ProtocolError(PSDError, RuntimeError):
+    """A message on the drafter channel is malformed or of another schema version."""
+
+
+class PatchError(PSDError, RuntimeError):
+    """A hook in the ledger no longer fits the installed SGLang."""

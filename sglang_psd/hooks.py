@@ -1,0 +1,134 @@
+"""Every place where this package changes SGLang beyond its public plugin API.
+
+Each hook has a file in ``patches/`` that says why it exists and what upstream change would make it needless;
+``sglang-psd check`` holds both against the installed SGLang. Hooks leave servers of other algorithms alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+from sglang_psd.config import ALGORITHM
+
+_SRT = "sglang.srt."
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One entry of the ledger.
+
+    Attributes
+    ----------
+    name : str
+        File name in ``patches/``, without ``.md``.
+    target : str
+        Dotted path in SGLang.
+    kind : {"AROUND", "AFTER", "REPLACE"}
+        As SGLang's ``HookType``.
+    load : callable
+        Returns the function or class to put there; called when the plugin is loaded.
+    """
+
+    name: str
+    target: str
+    kind: str
+    load: Callable[[], Any]
+
+
+def is_psd(algorithm: Any) -> bool:
+    """Whether SGLang's algorithm object is ours."""
+    return getattr(algorithm, "name", None) == ALGORITHM
+
+
+def no_draft_kv_pool(original, *, draft_worker, spec_algorithm, server_args):
+    """The draft's KV pool lives in another process."""
+    if is_psd(spec_algorithm):
+        return None
+    return original(draft_worker=draft_worker, spec_algorithm=spec_algorithm, server_args=server_args)
+
+
+def capture_verify_input(original, runner, num_tokens: int):
+    """What the CUDA graph runner captures a verify with: a chain, no mask."""
+    if not is_psd(runner.model_runner.spec_algorithm):
+        return original(runner, num_tokens)
+    from sglang_psd.target.worker import chain_verify_input
+
+    return chain_verify_input(runner.captured_req_width, None)
+
+
+def warm_up_verify_input(original, spec_algorithm, server_args, custom_mask, num_tokens_per_req, is_draft_worker):
+    """The same for the runner's warm-up forward."""
+    if not is_psd(spec_algorithm):
+        return original(spec_algorithm, server_args, custom_mask, num_tokens_per_req, is_draft_worker)
+    from sglang_psd.target.worker import chain_verify_input
+
+    return chain_verify_input(num_tokens_per_req, None)
+
+
+def exact_decode_reserve(original, server_args=None):
+    """One chunk per round: lengths are exact when a slot is planned, so SGLang's double buffer is not needed."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_len_per_decode
+    from sglang.srt.runtime_context import get_server_args
+
+    args = server_args if server_args is not None else get_server_args()
+    if (args.speculative_algorithm or "").upper() != ALGORITHM:
+        return original(server_args)
+    return get_alloc_len_per_decode(args)
+
+
+def count_other_slots(result, adder, *args, **kwargs):
+    """Admission counts the future tokens of requests in other slots."""
+    from sglang_psd.scheduler.room import count_elsewhere
+
+    count_elsewhere(adder)
+
+
+def run_psd_loop(original, scheduler):
+    """Run the two-slot loop where the scheduler serves PSD."""
+    if getattr(scheduler, "psd", None) is None:
+        return original(scheduler)
+    return scheduler.event_loop_psd()
+
+
+def _constant(value: Callable) -> Callable[[], Callable]:
+    return lambda: value
+
+
+def _server_args_class() -> type:
+    from sglang_psd.server_args import PSDServerArgs
+
+    return PSDServerArgs
+
+
+def _scheduler_class() -> type:
+    from sglang_psd.scheduler.psd_scheduler import PSDScheduler
+
+    return PSDScheduler
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook("server_args", _SRT + "server_args.ServerArgs", "REPLACE", _server_args_class),
+    Hook("scheduler", _SRT + "managers.scheduler.Scheduler", "REPLACE", _scheduler_class),
+    Hook("event_loop", _SRT + "managers.scheduler.dispatch_event_loop", "AROUND", _constant(run_psd_loop)),
+    Hook("draft_kv_pool", _SRT + "mem_cache.kv_cache_builder.get_draft_kv_pool", "AROUND", _constant(no_draft_kv_pool)),
+    Hook(
+        "verify_graph",
+        _SRT + "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
+        "AROUND",
+        _constant(capture_verify_input),
+    ),
+    Hook(
+        "verify_warmup",
+        _SRT + "speculative.spec_info.create_dummy_verify_input",
+        "AROUND",
+        _constant(warm_up_verify_input),
+    ),
+    Hook(
+        "decode_reserve",
+        _SRT + "mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
+        "AROUND",
+        _constant(exact_decode_reserve),
+    ),
+    Hook("admission", _SRT + "managers.schedule_policy.PrefillAdder.__init__", "AFTER", _constant(count_other_slots)),
+)

@@ -1,0 +1,84 @@
+"""From the server's arguments to a drafter process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from sglang_psd.config import PSDConfig
+from sglang_psd.drafter.process import DrafterProcess
+from sglang_psd.drafter.spec import DrafterSpec
+from sglang_psd.scheduler.devices import (
+    OWN_GPU_FRACTION,
+    SHARED_GPU_FRACTION,
+    DrafterDevice,
+    choose_device,
+    visible_name,
+)
+
+if TYPE_CHECKING:
+    from sglang_psd.server_args import PSDServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+def visible_drafter_device(args: PSDServerArgs, config: PSDConfig, gpu_id: int) -> DrafterDevice:
+    """Choose the drafter's device and warn where it is the target's own."""
+    if args.device == "cpu":
+        return choose_device(config.drafter_device, [], 0)
+    import torch
+
+    target_gpus = [gpu_id + rank * args.gpu_id_step for rank in range(args.tp_size)]
+    device = choose_device(config.drafter_device, target_gpus, torch.cuda.device_count())
+    if device.shared:
+        logger.warning(
+            "PSD: the drafter shares %s with the target, so the two take turns instead of working side by side; "
+            "give it a GPU of its own with --psd-drafter-device.",
+            device.label,
+        )
+    return device
+
+
+def drafter_spec(args: PSDServerArgs, config: PSDConfig, device: DrafterDevice, vocab_limit: int) -> DrafterSpec:
+    """Everything the drafter is told at start."""
+    on_cpu = device.index is None
+    backend = config.drafter_attention_backend or ("torch_native" if on_cpu else args.attention_backend)
+    dtype = config.drafter_dtype or ("float32" if on_cpu else "auto")
+    default_fraction = SHARED_GPU_FRACTION if device.shared else OWN_GPU_FRACTION
+    return DrafterSpec(
+        endpoint="",
+        model_path=str(args.speculative_draft_model_path),
+        revision=args.speculative_draft_model_revision,
+        load_format=args.speculative_draft_load_format or args.load_format,
+        trust_remote_code=args.trust_remote_code,
+        device="cpu" if on_cpu else "cuda",
+        device_label=device.label,
+        dtype=dtype,
+        attention_backend=backend,
+        mem_fraction=config.drafter_mem_fraction or default_fraction,
+        shared_device=device.shared,
+        max_requests=args.max_running_requests,
+        vocab_limit=vocab_limit,
+        num_steps=args.speculative_num_steps,
+        top_m=config.proposal_top_m,
+        random_seed=args.random_seed,
+        kv_tokens=args.max_total_tokens if on_cpu else None,
+        cuda_graphs=not on_cpu and not decode_graphs_disabled(args),
+        log_level=args.log_level,
+    )
+
+
+def decode_graphs_disabled(args: PSDServerArgs) -> bool:
+    """Whether the user switched CUDA graphs off for decoding."""
+    config = args.cuda_graph_config
+    backend = getattr(getattr(config, "decode", None), "backend", None)
+    return bool(args.disable_cuda_graph) or getattr(backend, "value", backend) == "disabled"
+
+
+def launch_drafter(args: PSDServerArgs, config: PSDConfig, device: DrafterDevice) -> DrafterProcess:
+    """Start the drafter process; returns at once, ``join`` waits for it."""
+    from sglang_psd.compat import vocab_limit
+
+    spec = drafter_spec(args, config, device, vocab_limit(args))
+    return DrafterProcess(spec, visible_name(device, os.environ.get("CUDA_VISIBLE_DEVICES")))

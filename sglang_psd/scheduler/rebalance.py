@@ -1,0 +1,49 @@
+"""Taking requests out of a running batch, as a batch of their own."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+from sglang_psd.target.worker import needs_plain_step
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+def split_off(batch: ScheduleBatch, count: int) -> ScheduleBatch | None:
+    """Remove up to ``count`` requests from ``batch`` and return them as a new batch.
+
+    ``batch`` must be filtered and have nothing in flight. Requests with penalties or grammars stay: SGLang keeps their
+    state in per-batch tensors that know only one owner. At least one request remains.
+
+    Returns
+    -------
+    ScheduleBatch or None
+        None when no request can be moved.
+    """
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    movable = [i for i, req in enumerate(batch.reqs) if not needs_plain_step(req)]
+    moving = movable[len(movable) - min(count, len(movable)) :]
+    if not moving:
+        return None
+    leaving = set(moving)
+    staying = [i for i in range(len(batch.reqs)) if i not in leaving]
+    moved = copy.copy(batch)
+    # Both halves filter their sampling state in place: it must not be shared.
+    moved.reqs = [batch.reqs[i] for i in moving]
+    moved.sampling_info = SamplingBatchInfo.from_schedule_batch(moved, batch.model_config.vocab_size)
+    full, moved.sampling_info = moved.sampling_info, _Unfiltered()
+    moved.reqs = batch.reqs
+    moved.filter_batch(keep_indices=moving)
+    moved.sampling_info = full
+    batch.filter_batch(keep_indices=staying)
+    return moved
+
+
+class _Unfiltered:
+    """Stands in for sampling state while the tensors beside it are filtered."""
+
+    def filter_batch(self, keep_indices, keep_indices_device) -> None:
+        """Keep nothing, lose nothing."""

@@ -1,0 +1,123 @@
+"""One of the batches that take turns, and a view over all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Iterator
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
+
+    from sglang_psd.scheduler.drafts import Taken
+
+
+@dataclass
+class InFlight:
+    """A launched forward whose result has not been processed.
+
+    Attributes
+    ----------
+    batch : ScheduleBatch
+        Copy of the batch as launched.
+    result : GenerationBatchResult
+    launch_s : float
+        ``time.monotonic`` at launch.
+    taken : Taken or None
+        Drafts that went into it; None for a prefill.
+    sizes : tuple of int
+        Slot sizes at launch.
+    timer : object
+        Handle of ``ForwardTimer`` for the forward's begin and end.
+    committed : set of str
+        Requests whose new tokens have been sent to the drafter.
+    """
+
+    batch: ScheduleBatch
+    result: GenerationBatchResult
+    launch_s: float
+    taken: Taken | None
+    sizes: tuple[int, ...]
+    timer: Any
+    committed: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Slot:
+    """What SGLang's scheduler keeps once, kept per slot.
+
+    Attributes
+    ----------
+    index : int
+    running : ScheduleBatch
+        Requests that decode (SGLang's ``running_batch``).
+    last : ScheduleBatch or None
+        What this slot launched at its last turn (SGLang's ``last_batch``).
+    in_flight : InFlight or None
+    """
+
+    index: int
+    running: ScheduleBatch
+    last: ScheduleBatch | None = None
+    in_flight: InFlight | None = None
+
+    def live_requests(self) -> list[Req]:
+        """Unfinished requests of this slot, each once."""
+        seen: dict[int, Req] = {id(req): req for req in self.running.reqs if not req.finished()}
+        if self.last is not None and self.last.forward_mode.is_extend():
+            seen.update({id(req): req for req in self.last.reqs if not req.finished() and not req.is_retracted})
+        return list(seen.values())
+
+    def all_requests(self) -> list[Req]:
+        """Every request this slot refers to, finished or not, those in flight included."""
+        batches = [self.running, self.last, self.in_flight.batch if self.in_flight else None]
+        seen: dict[int, Req] = {id(req): req for batch in batches if batch is not None for req in batch.reqs}
+        return list(seen.values())
+
+    def drained(self) -> bool:
+        """Whether nothing runs here and nothing is in flight."""
+        return (
+            self.in_flight is None and self.running.is_empty() and (self.last is None or self.last.is_empty())
+        )
+
+
+@dataclass
+class UnionView:
+    """All slots as SGLang's observers expect one batch: ``reqs``, ``batch_size``, ``is_empty``.
+
+    ``scheduler`` is read late, so the view follows whatever the slots hold now.
+    """
+
+    scheduler: Any = field(repr=False)
+
+    @property
+    def reqs(self) -> list[Req]:
+        """Unfinished requests of all slots."""
+        return list(self._live())
+
+    def _live(self) -> Iterator[Req]:
+        for slot in self.scheduler.psd_slots:
+            yield from slot.live_requests()
+
+    def batch_size(self) -> int:
+        """Number of unfinished requests."""
+        return len(self.reqs)
+
+    def is_empty(self) -> bool:
+        """Whether no request is unfinished."""
+        return not self.reqs
+
+
+@dataclass
+class EmptyView:
+    """A batch without requests: the union above already counts everybody once."""
+
+    reqs: tuple = ()
+
+    def batch_size(self) -> int:
+        """Always 0."""
+        return 0
+
+    def is_empty(self) -> bool:
+        """Always true."""
+        return True

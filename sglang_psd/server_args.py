@@ -1,0 +1,117 @@
+"""SGLang's ServerArgs with the PSD fields added.
+
+A dataclass subclass, put in place of the original by the plugin: flags, ``--help``, Engine keywords,
+pickling, ``dataclasses.replace`` and ``/server_info`` all follow from the field definitions. Child
+processes import this module while unpickling, so importing it has no side effects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Optional
+
+from sglang.srt.arg_groups.arg_utils import NS, A, Arg
+from sglang.srt.server_args import ServerArgs
+
+from sglang_psd.config import ALGORITHM, FLAG_FIELDS, MODES, PSDConfig, flag_name, resolve_config
+from sglang_psd.errors import PSDConfigError
+
+
+@dataclasses.dataclass
+class PSDServerArgs(ServerArgs):
+    """ServerArgs plus the ``--psd-*`` flags.
+
+    Raises
+    ------
+    PSDConfigError
+        From construction, when a PSD flag holds a bad value; the message names the flag.
+    """
+
+    psd_mode: A[
+        Optional[str],
+        Arg(
+            help="Parallel speculative decoding: 'parallel' alternates two batches between drafter and target "
+            "(default), 'sequential' uses one batch, 'off' serves as stock SGLang without a drafter.",
+            choices=list(MODES),
+        ),
+        NS("spec"),
+    ] = None
+    psd_drafter_device: A[
+        Optional[str],
+        Arg(help="PSD: device of the drafter process, cuda:N or cpu. Default: the GPU after the target's."),
+        NS("spec"),
+    ] = None
+    psd_drafter_mem_fraction: A[
+        Optional[float],
+        Arg(
+            help="PSD: share of the drafter GPU's memory for its weights and KV cache. Default: 0.8 on a GPU of "
+            "its own, 0.1 on the target's."
+        ),
+        NS("spec"),
+    ] = None
+    psd_drafter_attention_backend: A[
+        Optional[str],
+        Arg(help="PSD: attention backend of the drafter. Default: the target's."),
+        NS("spec"),
+    ] = None
+    psd_drafter_dtype: A[
+        Optional[str],
+        Arg(help="PSD: dtype of the drafter, as --dtype. Default: the draft checkpoint's own."),
+        NS("spec"),
+    ] = None
+    psd_proposal_top_m: A[
+        Optional[int],
+        Arg(
+            help="PSD: the drafter samples from its m most likely tokens and sends exactly that law (default 32). "
+            "Never changes the output law."
+        ),
+        NS("spec"),
+    ] = None
+    psd_trace: A[
+        Optional[str],
+        Arg(help="PSD: write one JSON line per round to this file."),
+        NS("spec"),
+    ] = None
+    psd_config: A[
+        Optional[str],
+        Arg(help="PSD: all options as a JSON object or the path of a JSON file; explicit flags win."),
+        NS("spec"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        from sglang_psd.cpu import defaults
+
+        if defaults.cpu_only():
+            defaults.fill_server_args(self)
+        if not self.uses_psd():
+            self._refuse_orphan_flags()
+        else:
+            config = resolve_config({f: getattr(self, "psd_" + f) for f in FLAG_FIELDS}, self.psd_config)
+            for field in FLAG_FIELDS:
+                setattr(self, "psd_" + field, getattr(config, field))
+            if config.mode == "off":
+                self._step_aside()
+        super().__post_init__()
+
+    def uses_psd(self) -> bool:
+        """Whether ``--speculative-algorithm PSD`` is asked for."""
+        return (self.speculative_algorithm or "").upper() == ALGORITHM
+
+    def psd(self) -> PSDConfig:
+        """The resolved options (flags over ``--psd-config`` over defaults)."""
+        return resolve_config({f: getattr(self, "psd_" + f) for f in FLAG_FIELDS}, self.psd_config)
+
+    def _refuse_orphan_flags(self) -> None:
+        given = [f for f in FLAG_FIELDS if getattr(self, "psd_" + f) is not None]
+        if given and self.psd_mode != "off":
+            raise PSDConfigError(
+                f"{flag_name(given[0])} has no effect without --speculative-algorithm {ALGORITHM}; add that flag."
+            )
+
+    def _step_aside(self) -> None:
+        """``--psd-mode off``: stock SGLang, at its own speed, with nothing of PSD in its way."""
+        self.speculative_algorithm = None
+        self.speculative_draft_model_path = None
+        self.speculative_num_steps = None
+        self.speculative_num_draft_tokens = None
+        self.speculative_eagle_topk = None

@@ -1,0 +1,1 @@
+"""What every round leaves behind: running figures and the step trace. Counting never touches the device."""
