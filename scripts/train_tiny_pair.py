@@ -39,7 +39,7 @@ def run_train(args: argparse.Namespace) -> None:
     """Train the target, let it answer, and train the draft on its answers."""
     from tiny_pair import training
 
-    seconds = (args.target_seconds, args.answer_seconds, args.draft_seconds)
+    seconds = (args.target_seconds, args.answer_seconds, args.draft_seconds, args.unloop_seconds)
     training.train_pair(args.data, args.out, seconds, args.seed, (args.target_from, args.draft_from), args.smoke)
 
 
@@ -70,6 +70,7 @@ def main() -> None:
     step.add_argument("--data", type=Path, required=True)
     step.add_argument("--out", type=Path, required=True)
     step.add_argument("--target-seconds", type=float, default=40.0, help="time to train the target, 0 to keep it")
+    step.add_argument("--unloop-seconds", type=float, default=20.0, help="time to train the target out of loops")
     step.add_argument("--answer-seconds", type=float, default=60.0, help="time for the target's answers")
     step.add_argument("--draft-seconds", type=float, default=120.0, help="time to train the draft")
     step.add_argument("--target-from", type=Path, help="folder of a saved pair whose target to start from")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -92,7 +92,7 @@ def _refuse_unsupported(args: PSDServerArgs) -> None:
             )
 
 
-def _complete_chain_shape(args: PSDServerArgs) -> None:
+def _complete_chain_shape(args: Any) -> None:
     steps = args.speculative_num_steps
     tokens = args.speculative_num_draft_tokens
     if steps is None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Mapping
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from sglang_psd.errors import DraftMismatchError
 
@@ -79,9 +80,7 @@ def vocab_limit(args: PSDServerArgs) -> int:
     """First id that must never be proposed: rows past either vocabulary are padding."""
     trust = args.trust_remote_code
     target_size, _ = _read_sizes(args.model_path, trust, args.revision)
-    draft_size, _ = _read_sizes(
-        str(args.speculative_draft_model_path), trust, args.speculative_draft_model_revision
-    )
+    draft_size, _ = _read_sizes(str(args.speculative_draft_model_path), trust, args.speculative_draft_model_revision)
     return min(target_size, draft_size)
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any
 
 from sglang_psd.errors import PSDConfigError
 
@@ -161,9 +162,7 @@ def resolve_config(flags: Mapping[str, Any], source: str | Mapping[str, Any] | N
     values = dict(load_config_source(source))
     unknown = sorted(set(values) - known)
     if unknown:
-        raise PSDConfigError(
-            f"--psd-config has no option {unknown[0]!r}; it knows {', '.join(sorted(known))}."
-        )
+        raise PSDConfigError(f"--psd-config has no option {unknown[0]!r}; it knows {', '.join(sorted(known))}.")
     values.update({name: value for name, value in flags.items() if value is not None})
     return PSDConfig(**values)
 
@@ -188,7 +187,7 @@ def load_config_source(source: str | Mapping[str, Any] | None) -> Mapping[str, A
     except (json.JSONDecodeError, RecursionError) as error:
         raise PSDConfigError(f"--psd-config holds malformed JSON ({error}).") from None
     if not isinstance(parsed, dict):
-        raise PSDConfigError("--psd-config must hold a JSON object such as {\"mode\": \"parallel\"}.")
+        raise PSDConfigError('--psd-config must hold a JSON object such as {"mode": "parallel"}.')
     return parsed
 
 

@@ -6,8 +6,9 @@ Each hook has a file in ``patches/`` that says why it exists and what upstream c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 from sglang_psd.config import ALGORITHM
 
@@ -24,16 +25,16 @@ class Hook:
         File name in ``patches/``, without ``.md``.
     target : str
         Dotted path in SGLang.
-    kind : {"AROUND", "AFTER", "REPLACE"}
-        As SGLang's ``HookType``.
-    load : callable
-        Returns the function or class to put there; called when the plugin is loaded.
+    kind : {"AROUND", "AFTER", "REPLACE", "IMPORT"}
+        As SGLang's ``HookType``; ``IMPORT`` hooks are set by ``cpu/bootstrap.py`` when the module is imported.
+    load : callable or None
+        Returns the function or class to put there; called when the plugin is loaded. None for ``IMPORT``.
     """
 
     name: str
     target: str
     kind: str
-    load: Callable[[], Any]
+    load: Callable[[], Any] | None
 
 
 def is_psd(algorithm: Any) -> bool:
@@ -131,4 +132,37 @@ HOOKS: tuple[Hook, ...] = (
         _constant(exact_decode_reserve),
     ),
     Hook("admission", _SRT + "managers.schedule_policy.PrefillAdder.__init__", "AFTER", _constant(count_other_slots)),
+    Hook("serve_help", "sglang.cli.serve.serve", "IMPORT", None),
+    Hook("kernel_loader", "sgl_kernel.load_utils._load_architecture_specific_ops", "IMPORT", None),
+    Hook("cpu_attention", _SRT + "layers.attention.attention_registry.create_torch_native_backend", "IMPORT", None),
 )
+
+
+def verify_applied() -> None:
+    """Fail when SGLang's registry could not apply a hook: it only logs that.
+
+    Raises
+    ------
+    PatchError
+        Names the first hook that is not in place.
+    """
+    import importlib
+
+    from sglang_psd.errors import PatchError
+
+    for hook in HOOKS:
+        if hook.load is None:
+            continue
+        module_path, _, attribute = hook.target.rpartition(".")
+        owner_path, _, owner_name = module_path.rpartition(".")
+        owner = (
+            getattr(importlib.import_module(owner_path), owner_name)
+            if owner_name[:1].isupper()
+            else importlib.import_module(module_path)
+        )
+        found, ours = getattr(owner, attribute), hook.load()
+        if found is not ours and not hasattr(found, "__wrapped__"):
+            raise PatchError(
+                f"The hook {hook.name!r} on {hook.target} is not in place; run 'sglang-psd check' to see which SGLang "
+                "this version of sglang-psd fits."
+            )

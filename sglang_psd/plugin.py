@@ -40,7 +40,8 @@ def _register_hooks() -> None:
     from sglang_psd.hooks import HOOKS
 
     for hook in HOOKS:
-        HookRegistry.register(hook.target, hook.load(), HookType[hook.kind])
+        if hook.load is not None:
+            HookRegistry.register(hook.target, hook.load(), HookType[hook.kind])
 
 
 def _update_engine_class() -> None:

@@ -8,7 +8,6 @@ processes import this module while unpickling, so importing it has no side effec
 from __future__ import annotations
 
 import dataclasses
-from typing import Optional
 
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
@@ -28,7 +27,7 @@ class PSDServerArgs(ServerArgs):
     """
 
     psd_mode: A[
-        Optional[str],
+        str | None,
         Arg(
             help="Parallel speculative decoding: 'parallel' alternates two batches between drafter and target "
             "(default), 'sequential' uses one batch, 'off' serves as stock SGLang without a drafter.",
@@ -37,12 +36,12 @@ class PSDServerArgs(ServerArgs):
         NS("spec"),
     ] = None
     psd_drafter_device: A[
-        Optional[str],
+        str | None,
         Arg(help="PSD: device of the drafter process, cuda:N or cpu. Default: the GPU after the target's."),
         NS("spec"),
     ] = None
     psd_drafter_mem_fraction: A[
-        Optional[float],
+        float | None,
         Arg(
             help="PSD: share of the drafter GPU's memory for its weights and KV cache. Default: 0.8 on a GPU of "
             "its own, 0.1 on the target's."
@@ -50,17 +49,17 @@ class PSDServerArgs(ServerArgs):
         NS("spec"),
     ] = None
     psd_drafter_attention_backend: A[
-        Optional[str],
+        str | None,
         Arg(help="PSD: attention backend of the drafter. Default: the target's."),
         NS("spec"),
     ] = None
     psd_drafter_dtype: A[
-        Optional[str],
+        str | None,
         Arg(help="PSD: dtype of the drafter, as --dtype. Default: the draft checkpoint's own."),
         NS("spec"),
     ] = None
     psd_proposal_top_m: A[
-        Optional[int],
+        int | None,
         Arg(
             help="PSD: the drafter samples from its m most likely tokens and sends exactly that law (default 32). "
             "Never changes the output law."
@@ -68,12 +67,12 @@ class PSDServerArgs(ServerArgs):
         NS("spec"),
     ] = None
     psd_trace: A[
-        Optional[str],
+        str | None,
         Arg(help="PSD: write one JSON line per round to this file."),
         NS("spec"),
     ] = None
     psd_config: A[
-        Optional[str],
+        str | None,
         Arg(help="PSD: all options as a JSON object or the path of a JSON file; explicit flags win."),
         NS("spec"),
     ] = None

@@ -347,7 +347,7 @@ def train_draft(
         if answers and (clock.step in (2, 4) or (progress >= switch and clock.step % 8)):
             ids, weights = answers.batch(batch, rows.numpy)
         else:
-            ids, weights = rows.batch(batch if rows.device == "cuda" else batch // 4, 0.6)
+            ids, weights = rows.batch(batch if rows.device == "cuda" else max(batch // 4, 1), 0.6)
         set_rate(optimizer, rate, clock.step, progress)
         with torch.no_grad():
             teacher = logits_of(target, ids[:, :-1])
@@ -385,7 +385,7 @@ def load_or_make(name: str, folder: Path | None, tokenizer: object, device: str)
 def train_pair(
     data_dir: Path,
     out: Path,
-    seconds: tuple[float, float, float],
+    seconds: tuple[float, float, float, float],
     seed: int,
     start: tuple[Path | None, Path | None],
     smoke: bool = False,
@@ -398,9 +398,9 @@ def train_pair(
         Output of the ``data`` step.
     out : Path
         Gets ``tiny-target``, ``tiny-draft`` and ``training.json``, to which each run adds.
-    seconds : (float, float, float)
-        Time for training the target, for its answers and for training the draft, compilation not counted; 0
-        leaves a step out.
+    seconds : (float, float, float, float)
+        Time for training the target, for its answers, for training the draft (compilation not counted), and
+        for training the target out of loops, which comes second; 0 leaves a step out.
     seed : int
         Seed.
     start : (Path or None, Path or None)
@@ -414,13 +414,18 @@ def train_pair(
     data = dict(np.load(data_dir / "data.npz"))
     tokenizer = AutoTokenizer.from_pretrained(data_dir / "tokenizer")
     ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    max_steps, batch, generated = (6, 2, 4) if smoke else (None, 128, 3072) if device == "cuda" else (None, 48, 256)
+    max_steps, batch, generated = (6, 2, 4) if smoke else (None, 96, 3072) if device == "cuda" else (None, 48, 256)
     log: dict[str, object] = {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "seed": seed}
     log["draft_started_from_earlier_run"] = start[1] is not None
     target = load_or_make("target", start[0], tokenizer, device)
     compile_layers(target)
     if seconds[0]:
         log["target"] = train_target(target, Rows(data, device, seed), Clock(seconds[0], 5, max_steps), batch)
+    if seconds[3]:
+        from . import unloop
+
+        rounds, count, size = (1, 4, 2) if smoke else (2, 768, 12) if device == "cpu" else (3, 3072, 64)
+        log["unloop"] = unloop.unloop_target(target, data, seconds[3], rounds, count, size, ends, seed + 3)
     save(target, data_dir / "tokenizer", out / "tiny-target", tokenizer)
     target.requires_grad_(False).eval()
     if smoke:

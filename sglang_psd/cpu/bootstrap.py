@@ -1,16 +1,19 @@
-"""Import hook that lets SGLang be imported where no GPU driver exists.
+"""Import hook: SGLang without a GPU driver, and plugin flags in ``sglang serve --help``.
 
 ``sgl_kernel`` loads a CUDA library on import and raises without a driver, although its Python
 files are all that the CPU path needs. SGLang's child processes import it while they unpickle
 their target function, before any plugin runs, so the remedy has to be in place when Python
 starts: a ``.pth`` file imports this module. It must stay cheap and free of imports beyond
-``sys``: nothing happens until somebody imports ``sglang`` or ``sgl_kernel``, and nothing
-happens at all where ``libcuda`` can be loaded.
+``sys``: nothing happens until somebody imports one of three modules, and the kernel library is left
+alone where ``libcuda`` can be loaded.
+
+``sglang serve --help`` prints its flags before it loads plugins; the second hook loads them first.
 """
 
 import sys
 
 _KERNEL_LOADER = "sgl_kernel.load_utils"
+_SERVE = "sglang.cli.serve"
 
 
 def gpu_driver_present() -> bool:
@@ -24,45 +27,73 @@ def gpu_driver_present() -> bool:
     return True
 
 
-class _CpuImportHook:
-    """Meta path finder: watches two module names, changes nothing else."""
+class _ImportHook:
+    """Meta path finder: watches three module names, changes nothing else."""
 
     def find_spec(self, name, path=None, target=None):
+        if name == _SERVE:
+            return _with_patch(name, path, target, _load_plugins_before_help)
         if name not in ("sglang", _KERNEL_LOADER) or gpu_driver_present():
             return None
-        if name == "sglang":
-            import os
+        if name == _KERNEL_LOADER:
+            return _with_patch(name, path, target, _skip_kernel_libraries)
+        import os
 
-            # sglang.srt.utils.is_cpu() reads this once, at import.
-            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-            return None
-        from importlib.machinery import PathFinder
-
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _KernelFreeLoader(spec.loader)
-        return spec
+        # sglang.srt.utils.is_cpu() reads this once, at import.
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        return None
 
 
-class _KernelFreeLoader:
-    """Runs ``sgl_kernel.load_utils``, then turns its two library loaders into no-ops."""
+class _PatchingLoader:
+    """Runs a module as usual, then hands it to ``patch``."""
 
-    def __init__(self, inner):
+    def __init__(self, inner, patch):
         self._inner = inner
+        self._patch = patch
 
     def create_module(self, spec):
         return self._inner.create_module(spec)
 
     def exec_module(self, module):
         self._inner.exec_module(module)
-        module._load_architecture_specific_ops = lambda: None
-        module._preload_cuda_library = lambda: None
+        self._patch(module)
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+def _with_patch(name, path, target, patch):
+    from importlib.machinery import PathFinder
+
+    spec = PathFinder.find_spec(name, path, target)
+    if spec is not None and spec.loader is not None:
+        spec.loader = _PatchingLoader(spec.loader, patch)  # type: ignore[assignment]
+    return spec
+
+
+def _skip_kernel_libraries(module) -> None:
+    module._load_architecture_specific_ops = lambda: None
+    module._preload_cuda_library = lambda: None
+
+
+def _load_plugins_before_help(module) -> None:
+    serve = module.serve
+
+    def serve_with_plugins(args, extra_argv):
+        if any(flag in extra_argv for flag in ("-h", "--help")):
+            from sglang.srt.plugins import load_plugins
+
+            load_plugins()
+        return serve(args, extra_argv)
+
+    serve_with_plugins.__wrapped__ = serve  # type: ignore[attr-defined]
+    module.serve = serve_with_plugins
 
 
 def install() -> None:
     """Put the hook first on ``sys.meta_path``; a second call does nothing."""
-    if not any(isinstance(finder, _CpuImportHook) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _CpuImportHook())  # type: ignore[arg-type]
+    if not any(isinstance(finder, _ImportHook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ImportHook())
 
 
 install()

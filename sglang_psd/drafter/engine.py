@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from sglang_psd.channel.messages import PROB, TOKEN, Close, Hello, Open, Proposals, RoundRow, SCHEMA_VERSION, Stats
+from sglang_psd.channel.messages import PROB, SCHEMA_VERSION, TOKEN, Close, Hello, Open, Proposals, RoundRow, Stats
 from sglang_psd.drafter.proposals import ProposalSampler
 from sglang_psd.drafter.rows import DraftState
 from sglang_psd.drafter.spec import DrafterSpec
@@ -340,33 +341,31 @@ def _load_worker(spec: DrafterSpec) -> Any:
         from sglang_psd.cpu.defaults import share_cores
 
         share_cores()
-    args: dict[str, Any] = dict(
-        model_path=spec.model_path,
-        revision=spec.revision,
-        load_format=spec.load_format,
-        trust_remote_code=spec.trust_remote_code,
-        context_length=spec.context_length,
-        device=spec.device,
-        dtype=spec.dtype,
-        attention_backend=spec.attention_backend,
-        max_running_requests=spec.max_requests,
-        max_total_tokens=spec.kv_tokens,
-        skip_tokenizer_init=True,
-        disable_radix_cache=True,
-        disable_overlap_schedule=True,
-        disable_cuda_graph=not spec.cuda_graphs,
-        page_size=1,
-        random_seed=spec.random_seed,
-        log_level=spec.log_level,
-    )
+    args: dict[str, Any] = {
+        "model_path": spec.model_path,
+        "revision": spec.revision,
+        "load_format": spec.load_format,
+        "trust_remote_code": spec.trust_remote_code,
+        "context_length": spec.context_length,
+        "device": spec.device,
+        "dtype": spec.dtype,
+        "attention_backend": spec.attention_backend,
+        "max_running_requests": spec.max_requests,
+        "max_total_tokens": spec.kv_tokens,
+        "skip_tokenizer_init": True,
+        "disable_radix_cache": True,
+        "disable_overlap_schedule": True,
+        "disable_cuda_graph": not spec.cuda_graphs,
+        "page_size": 1,
+        "random_seed": spec.random_seed,
+        "log_level": spec.log_level,
+    }
     if spec.device != "cpu":
         args["mem_fraction_static"] = spec.mem_fraction
         args["cuda_graph_max_bs_decode"] = spec.max_requests
     server_args = ServerArgs(**args)
     publish(server_args, role="scheduler")
-    worker = TpModelWorker(
-        server_args=server_args, gpu_id=0, ps=ParallelState.trivial(), nccl_port=get_free_port()
-    )
+    worker = TpModelWorker(server_args=server_args, gpu_id=0, ps=ParallelState.trivial(), nccl_port=get_free_port())
     worker.alloc_memory_pool()
     worker.init_attention_backends()
     worker.init_cuda_graphs()

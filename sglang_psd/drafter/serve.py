@@ -108,7 +108,9 @@ def main(argv: list[str]) -> int:
     """Entry point of the child process; ``argv[0]`` is a ``DrafterSpec`` as JSON."""
     parent_pid = bind_life_to_parent()
     spec = msgspec.json.decode(argv[0], type=DrafterSpec)
-    logging.basicConfig(level=spec.log_level.upper(), format="[%(asctime)s DRAFTER] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    logging.basicConfig(
+        level=spec.log_level.upper(), format="[%(asctime)s DRAFTER] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+    )
     try:
         import setproctitle
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sglang_psd.channel.messages import RoundRow, Sampling
 
@@ -66,7 +67,7 @@ def settled_len(req: Req, tokens: Sequence[int]) -> int:
     length = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
     params = req.sampling_params
     wants_text = bool(params.stop_strs or params.stop_regex_strs)
-    if wants_text and 1 < length and length >= remaining_tokens(req):
+    if wants_text and length > 1 and length >= remaining_tokens(req):
         length = max(1, remaining_tokens(req) - 1)
     return length
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 from sglang_psd.errors import PSDConfigError
 
@@ -58,7 +58,7 @@ def choose_device(wanted: str | None, target_gpus: Sequence[int], num_gpus: int)
     if wanted == "cpu":
         return DrafterDevice(None, shared=False)
     if wanted is None:
-        free = [gpu for gpu in range(max(target_gpus) + 1, num_gpus)]
+        free = list(range(max(target_gpus) + 1, num_gpus))
         return DrafterDevice(free[0], False) if free else DrafterDevice(target_gpus[0], True)
     index = int(wanted.partition(":")[2] or 0)
     if index >= num_gpus:

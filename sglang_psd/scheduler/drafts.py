@@ -1,15 +1,15 @@
 """The scheduler's view of the drafter: what is open, what is asked for, what has arrived.
 
-Pure bookkeeping over a channel; neither torch nor SGLang. On tensor-parallel ranks other than 0 there is no drafter: the
-mixin broadcasts what rank 0 took.
+Pure bookkeeping over a channel; neither torch nor SGLang. On tensor-parallel ranks other than 0 there is no drafter:
+``drafting.py`` broadcasts what rank 0 took.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, Sequence
 
 import numpy as np
 
@@ -232,9 +232,7 @@ class DraftClient:
     def _accept(self, message: Proposals) -> None:
         received_s = time.monotonic()
         sent_s = self._sent_s.get(message.round_id, message.received_s)
-        answer = DraftAnswer(
-            message.round_id, message.rids, sent_s, received_s, message.started_s, message.finished_s
-        )
+        answer = DraftAnswer(message.round_id, message.rids, sent_s, received_s, message.started_s, message.finished_s)
         for rid, row in unpack_rows(message).items():
             if self._asked.get(rid) == row.base_len:
                 self._arrived[rid] = (row, answer)

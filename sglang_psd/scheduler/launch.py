@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_psd.config import PSDConfig
 from sglang_psd.drafter.process import DrafterProcess
@@ -40,7 +40,7 @@ def visible_drafter_device(args: PSDServerArgs, config: PSDConfig, gpu_id: int) 
     return device
 
 
-def drafter_spec(args: PSDServerArgs, config: PSDConfig, device: DrafterDevice, vocab_limit: int) -> DrafterSpec:
+def drafter_spec(args: Any, config: PSDConfig, device: DrafterDevice, vocab_limit: int) -> DrafterSpec:
     """Everything the drafter is told at start."""
     on_cpu = device.index is None
     backend = config.drafter_attention_backend or ("torch_native" if on_cpu else args.attention_backend)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -76,9 +77,7 @@ class Slot:
 
     def drained(self) -> bool:
         """Whether nothing runs here and nothing is in flight."""
-        return (
-            self.in_flight is None and self.running.is_empty() and (self.last is None or self.last.is_empty())
-        )
+        return self.in_flight is None and self.running.is_empty() and (self.last is None or self.last.is_empty())
 
 
 @dataclass

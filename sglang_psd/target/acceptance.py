@@ -153,7 +153,7 @@ def accept_chain(
     lengths : Tensor, ``[B] int32``
         Accepted drafts plus the one token that the target adds.
     """
-    batch, num_steps = rows.drafts.shape
+    num_steps = rows.drafts.shape[1]
     accepted = rows.drafts == choice[:, :num_steps]
     if probs is not None and num_steps:
         p = probs[:, :num_steps].gather(-1, rows.drafts.unsqueeze(-1)).squeeze(-1)

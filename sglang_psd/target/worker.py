@@ -8,7 +8,8 @@ for the device.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from sglang_psd.channel.messages import DraftRow
+from sglang_psd.hooks import verify_applied
 from sglang_psd.target.acceptance import (
     Filters,
     VerifyRows,
@@ -64,8 +66,8 @@ def chain_verify_input(num_tokens: int, positions: torch.Tensor | None) -> DFlas
     DFLASH verifies chains too: its input carries no mask, so every backend takes its causal path.
     """
     return DFlashVerifyInput(
-        draft_token=None,  # type: ignore[arg-type]
-        positions=positions,  # type: ignore[arg-type]
+        draft_token=None,
+        positions=positions,
         draft_token_num=num_tokens,
         custom_mask=None,
         capture_hidden_mode=CaptureHiddenMode.NULL,
@@ -83,6 +85,7 @@ class PSDWorker(BaseSpecWorker):
 
     def __init__(self, server_args, gpu_id, ps, nccl_port, target_worker: TpModelWorker):
         super().__init__()
+        verify_applied()
         self.server_args = server_args
         self._target_worker = target_worker
         self.model_runner = target_worker.model_runner
@@ -184,9 +187,7 @@ class PSDWorker(BaseSpecWorker):
         batch.spec_info = chain_verify_input(self.chunk, positions)
         return self._verify_rows(reqs, staged, packed)
 
-    def _verify_rows(
-        self, reqs: list[Req], staged: list[DraftRow | None], packed: torch.Tensor
-    ) -> VerifyRows:
+    def _verify_rows(self, reqs: list[Req], staged: list[DraftRow | None], packed: torch.Tensor) -> VerifyRows:
         law_ids = law_probs = None
         if any(row is not None and row.law_ids is not None for row in staged):
             ids, probs = _pack_laws(staged, self.num_steps)

@@ -63,7 +63,7 @@ class TraceWriter:
 
     def __init__(self, path: str):
         self._path = path
-        self._file: IO[str] | None = open(path, "a", encoding="utf-8")
+        self._file: IO[str] | None = open(path, "a", encoding="utf-8")  # noqa: SIM115
         self._lines = 0
 
     def write_round(self, record: RoundRecord) -> None:

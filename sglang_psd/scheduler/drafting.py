@@ -1,0 +1,110 @@
+"""The scheduler's dealings with the drafter: open, take, commit, close."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.utils import broadcast_pyobj
+
+from sglang_psd.scheduler.commits import (
+    commit_row,
+    may_end_with,
+    remaining_tokens,
+    sequence_len,
+    settled_len,
+    wire_sampling,
+)
+from sglang_psd.scheduler.drafts import DraftAnswer, Taken
+from sglang_psd.scheduler.slot import InFlight
+from sglang_psd.target.worker import needs_plain_step
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler as _Base
+else:
+    _Base = object
+
+
+class DraftingMixin(_Base):
+    """What a round needs from the drafter and what it tells it."""
+
+    def _psd_open(self, reqs: list[Req]) -> None:
+        """Hand requests to the drafter at admission: it reads the prompt while the target does."""
+        client = self.psd_client
+        if client is None or not client.usable:
+            return
+        for req in reqs:
+            if client.is_open(req.rid) or needs_plain_step(req) or req.finished() or req.to_finish is not None:
+                continue
+            if req.input_embeds is not None or req.multimodal_inputs is not None or remaining_tokens(req) < 2:
+                continue
+            if sequence_len(req) < self.psd_drafter_context:
+                client.open(req.rid, [*req.origin_input_ids, *req.output_ids], wire_sampling(req))
+
+    def _psd_take(self, reqs: list[Req]) -> Taken:
+        """Drafts for the next verify; rank 0 shares what it has."""
+        taken = None
+        if self.psd_client is not None:
+            wanted = [
+                (req.rid, sequence_len(req), remaining_tokens(req) - 1) if self.psd_client.is_open(req.rid) else None
+                for req in reqs
+            ]
+            taken = self.psd_client.take(wanted)
+        if self.ps.tp_size > 1:
+            shared = broadcast_pyobj([taken], self.tp_group.rank, self.tp_cpu_group, src=self.tp_group.ranks[0])
+            taken = shared[0]
+        return taken if taken is not None else Taken(rows=[None] * len(reqs))
+
+    def _psd_settle(self, flight: InFlight) -> None:
+        """Cut accepted runs where the plain server would have stopped."""
+        if flight.taken is None:
+            return
+        lengths = flight.result.accept_lens
+        for i, (req, tokens) in enumerate(zip(flight.batch.reqs, self._psd_new_tokens(flight))):
+            if len(tokens) > 1:
+                lengths[i] = settled_len(req, tokens)
+
+    def _psd_commit_early(self, flight: InFlight) -> float:
+        """Send the tokens of requests that will certainly go on; the drafter starts while we book-keep."""
+        client = self.psd_client
+        if client is None or not client.usable:
+            return time.monotonic()
+        rows = []
+        for req, tokens in zip(flight.batch.reqs, self._psd_new_tokens(flight)):
+            if tokens and client.is_open(req.rid) and not req.finished() and not may_end_with(req, tokens):
+                rows.append(commit_row(req, tokens, counted=False))
+                flight.committed.add(req.rid)
+        return client.commit(rows)
+
+    def _psd_commit_rest(self, flight: InFlight, before: dict[str, int]) -> None:
+        """Close what has ended; commit what looked like ending and did not."""
+        client = self.psd_client
+        if client is None:
+            return
+        client.close([req.rid for req in flight.batch.reqs if req.finished()])
+        rows = [
+            commit_row(req, req.output_ids[before[req.rid] :], counted=True)
+            for req in flight.batch.reqs
+            if not req.finished()
+            and req.rid not in flight.committed
+            and client.is_open(req.rid)
+            and len(req.output_ids) > before[req.rid]
+        ]
+        client.commit(rows)
+
+    def _psd_new_tokens(self, flight: InFlight) -> list[list[int]]:
+        """Tokens each request of a finished forward gains, before SGLang's book-keeping."""
+        result, batch = flight.result, flight.batch
+        ids = result.next_token_ids.tolist()
+        if flight.taken is None:
+            return [[] if req.inflight_middle_chunks > 0 else [token] for req, token in zip(batch.reqs, ids)]
+        stride = result.speculative_num_draft_tokens
+        lengths = result.accept_lens.tolist()
+        return [ids[i * stride : i * stride + length] for i, length in enumerate(lengths)]
+
+    def _psd_on_answer(self, answer: DraftAnswer) -> None:
+        self.psd_stats.add_draft(answer.sent_s, answer.started_s, answer.finished_s)
+        if self.psd_trace is not None:
+            span = (answer.started_s, answer.finished_s)
+            self.psd_trace.write_draft(answer.round_id, answer.rids, answer.sent_s, answer.received_s, span)

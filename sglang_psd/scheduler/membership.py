@@ -1,0 +1,89 @@
+"""Who runs in which slot: admission, evening out, and retraction across slots."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+from sglang_psd.scheduler import room
+from sglang_psd.scheduler.rebalance import split_off
+from sglang_psd.scheduler.slot import Slot
+from sglang_psd.scheduler.slots import admission_share, plan_move
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler as _Base
+else:
+    _Base = object
+
+logger = logging.getLogger(__name__)
+
+
+class MembershipMixin(_Base):
+    """Overrides of SGLang's admission and memory steps, and the moves between slots."""
+
+    def _psd_even_out(self, slot: Slot) -> None:
+        """Move requests from ``slot`` to the other one when their sizes have drifted apart."""
+        sizes = [len(s.live_requests()) for s in self.psd_slots]
+        move = plan_move(sizes, self.psd.min_parallel_requests, self.psd.rebalance_threshold)
+        if move is None or move.source != slot.index:
+            return
+        target = self.psd_slots[move.target]
+        slot.running.filter_batch()
+        moved = split_off(slot.running, move.count)
+        if moved is None:
+            return
+        if target.running.is_empty():
+            target.running = moved
+        else:
+            target.running.merge_batch(moved)
+        self.psd_stats.moves += len(moved.reqs)
+
+    def get_num_allocatable_reqs(self, running_bs: int) -> int:
+        """Admit into the planning slot only up to its fair share."""
+        allowed = super().get_num_allocatable_reqs(running_bs)
+        slot = self._psd_planning if self.psd is not None else None
+        if slot is None:
+            return allowed
+        sizes = [running_bs if s is slot else len(s.live_requests()) for s in self.psd_slots]
+        share = admission_share(sizes, slot.index, len(self.waiting_queue))
+        return min(allowed, self.max_running_requests - sum(sizes), share)
+
+    def update_running_batch(self, batch: ScheduleBatch):
+        """Before SGLang retracts within one slot, let the other one give way."""
+        slot = self._psd_planning if self.psd is not None else None
+        if slot is not None and len(self.psd_slots) > 1:
+            other = self.psd_slots[1 - slot.index]
+            batch.filter_batch()
+            room.make_room(
+                batch,
+                lambda: other.running,
+                lambda: self._psd_drain(other, back_to=slot),
+                lambda req: self._psd_retract(other, req),
+                self.server_args,
+            )
+        return super().update_running_batch(batch)
+
+    def _psd_drain(self, other: Slot, back_to: Slot) -> None:
+        self._psd_finish(other)
+        other.running.filter_batch()
+        self._psd_enter(back_to)
+
+    def _psd_retract(self, slot: Slot, req: Req) -> None:
+        running = slot.running
+        index = next(i for i, candidate in enumerate(running.reqs) if candidate is req)
+        running.release_req(index, len(running.reqs) - 1, self.server_args)
+        running.filter_batch(keep_indices=[i for i in range(len(running.reqs)) if i != index])
+        running.batch_is_full = False
+        self.metrics_reporter.num_retracted_reqs += 1
+        logger.warning("PSD: KV pool is full; retracted request %s of slot %d.", req.rid, slot.index)
+        self._add_request_to_queue(req, is_retracted=True)
+
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False):
+        """A request that returns to the queue leaves the drafter; admission opens it again."""
+        if self.psd is not None and (is_retracted or req.is_retracted):
+            self._psd_preempted.append(req.rid)
+            if self.psd_client is not None:
+                self.psd_client.close([req.rid])
+        return super()._add_request_to_queue(req, is_retracted)

@@ -1,0 +1,72 @@
+"""Whatever concerns every request: abort, pause, flush, idle test, integrity, shut-down."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler as _Base
+else:
+    _Base = object
+
+
+class OversightMixin(_Base):
+    """SGLang looks at one running batch; these overrides look at all slots and at what is in flight."""
+
+    def _pp_microbatches_drained(self) -> bool:
+        """Part of SGLang's idle test: with it, flush and pool checks wait for every slot."""
+        if self.psd is None:
+            return super()._pp_microbatches_drained()
+        return all(slot.drained() for slot in self.psd_slots)
+
+    def abort_request(self, recv_req: AbortReq):
+        """SGLang aborts in the current slot; do the same in the others and in what is in flight."""
+        super().abort_request(recv_req)
+        if self.psd is None:
+            return
+        for req in {id(r): r for slot in self.psd_slots for r in slot.all_requests()}.values():
+            if not req.finished() and (recv_req.abort_all or req.rid.startswith(recv_req.rid)):
+                req.to_finish = FINISH_ABORT()
+
+    def pause_generation(self, recv_req: PauseGenerationReqInput):
+        """Retract from every slot, after the results in flight have been processed."""
+        if self.psd is None or recv_req.mode == "in_place":
+            return super().pause_generation(recv_req)
+        for slot in self.psd_slots:
+            self._psd_finish(slot)
+        for slot in self.psd_slots:
+            self._psd_enter(slot)
+            super().pause_generation(recv_req)
+            slot.running, slot.last = self.running_batch, None
+
+    def flush_cache(self, empty_cache: bool = True):
+        """Forget what the slots launched last, as SGLang does with its one batch."""
+        done = super().flush_cache(empty_cache)
+        if self.psd is not None and done:
+            for slot in self.psd_slots:
+                slot.last = None
+        return done
+
+    def psd_check_integrity(self) -> None:
+        """Each request in one slot only, and SGLang's pool accounting over all of them.
+
+        Raises
+        ------
+        AssertionError
+            The accounting is broken; the message says where.
+        """
+        owners: dict[str, int] = {}
+        for slot in self.psd_slots:
+            for req in slot.live_requests():
+                assert owners.setdefault(req.rid, slot.index) == slot.index, f"{req.rid} is in two slots"
+        self.invariant_checker.self_check_during_busy()
+
+    def psd_shutdown(self) -> None:
+        """Stop the drafter and close the trace."""
+        if self.psd_trace is not None:
+            self.psd_trace.close()
+        if self.psd_process is not None:
+            self.psd_process.stop()

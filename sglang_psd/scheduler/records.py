@@ -1,0 +1,88 @@
+"""What a finished forward leaves in statistics, trace and ``/server_info``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_psd.scheduler.slot import InFlight, Slot
+from sglang_psd.telemetry.stats import RoundRecord
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler as _Base
+else:
+    _Base = object
+
+
+class RecordsMixin(_Base):
+    """Counts rounds; nothing in here touches the device."""
+
+    _psd_preempted: list[str]
+
+    def _psd_record(self, slot: Slot, flight: InFlight, result_s: float, commit_s: float) -> None:
+        start_s, end_s = self.psd_timer.interval(flight.timer)
+        rids = [req.rid for req in flight.batch.reqs]
+        if flight.taken is None:
+            self.psd_stats.overlap.add_verify(start_s, end_s)
+            if self.psd_trace is not None:
+                tokens = flight.batch.extend_num_tokens or 0
+                self.psd_trace.write_prefill(slot.index, rids, tokens, start_s, end_s)
+            return
+        rows = [row for row in flight.taken.rows if row is not None]
+        lengths = flight.result.accept_lens.tolist()
+        record = RoundRecord(
+            slot=slot.index,
+            mode=self.psd.mode,
+            sizes=flight.sizes,
+            rids=rids,
+            num_steps=self.server_args.speculative_num_steps,
+            verified=sum(len(row.tokens) for row in rows),
+            accepted=sum(lengths) - len(lengths),
+            emitted=sum(lengths),
+            rows_with_drafts=len(rows),
+            late_rows=flight.taken.late,
+            wait_s=flight.taken.wait_s,
+            launch_s=flight.launch_s,
+            verify_start_s=start_s,
+            verify_end_s=end_s,
+            result_s=result_s,
+            commit_s=commit_s,
+            draft_start_s=flight.taken.draft_start_s,
+            draft_end_s=flight.taken.draft_end_s,
+            preempted=self._psd_preempted,
+        )
+        self._psd_preempted = []
+        self.psd_stats.add_round(record)
+        if self.psd_trace is not None:
+            self.psd_trace.write_round(record)
+
+    def get_internal_state(self, recv_req):
+        """Add the ``psd`` section to ``/server_info``."""
+        output = super().get_internal_state(recv_req)
+        if self.psd is not None:
+            output.internal_state["psd"] = self.psd_report()
+        return output
+
+    def psd_report(self) -> dict[str, Any]:
+        """Mode, slots, figures and drafter, as ``/server_info`` shows them."""
+        client, process = self.psd_client, self.psd_process
+        drafting = client is not None and client.usable
+        report: dict[str, Any] = {
+            "mode": self.psd.mode if drafting else "off",
+            "configured_mode": self.psd.mode,
+            "num_steps": self.server_args.speculative_num_steps,
+            "slot_sizes": [len(slot.live_requests()) for slot in self.psd_slots],
+            **self.psd_stats.summary(),
+        }
+        if process is not None and process.hello is not None:
+            hello = process.hello
+            report["drafter"] = {
+                "pid": hello.pid,
+                "device": hello.device,
+                "kv_tokens": hello.kv_tokens,
+                "weight_gb": round(hello.weight_gb, 3),
+                "kv_gb": round(hello.kv_gb, 3),
+                "load_s": round(hello.load_s, 2),
+                "open_requests": client.open_requests if client else 0,
+                "failure": client.failure if client else None,
+            }
+        return report

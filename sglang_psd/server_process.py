@@ -1,0 +1,131 @@
+"""A ``sglang`` server as a child process: start, wait until it serves, stop without leaving anything behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+from sglang_psd.errors import PSDError
+
+
+class ServerStartError(PSDError, RuntimeError):
+    """The server process ended, or did not answer, before it was ready."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class ServerProcess:
+    """Runs a server command with ``--host`` and ``--port`` added.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+        Flags of the server, ``--model-path`` included.
+    log_path : Path
+        Receives stdout and stderr.
+    command : sequence of str, optional
+        What to run; default ``python -m sglang.launch_server``.
+    environment : dict, optional
+        Added to this process's environment.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log_path: Path,
+        command: Sequence[str] | None = None,
+        environment: dict[str, str] | None = None,
+    ):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log_path = log_path
+        base = list(command or (sys.executable, "-m", "sglang.launch_server"))
+        with open(log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                [*base, *arguments, "--host", "127.0.0.1", "--port", str(self.port)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the launcher."""
+        return self._process.pid
+
+    def running(self) -> bool:
+        """Whether the launcher still runs."""
+        return self._process.poll() is None
+
+    def wait_ready(self, timeout_s: float, on_tick: Callable[[float], None] | None = None) -> float:
+        """Wait until ``/health_generate`` answers; returns the seconds it took.
+
+        Raises
+        ------
+        ServerStartError
+            The process ended or the time is up; the message carries the end of its log.
+        """
+        started = time.monotonic()
+        while time.monotonic() - started < timeout_s:
+            if not self.running():
+                raise ServerStartError(f"The server ended with code {self._process.returncode}:\n{self.log_tail()}")
+            if self._healthy():
+                return time.monotonic() - started
+            if on_tick is not None:
+                on_tick(time.monotonic() - started)
+            time.sleep(0.25)
+        raise ServerStartError(f"The server was not ready within {timeout_s:.0f} s:\n{self.log_tail()}")
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/health_generate", timeout=5) as answer:
+                return answer.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def log_tail(self, lines: int = 25) -> str:
+        """Last lines of the server's log."""
+        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self, timeout_s: float = 20.0) -> None:
+        """End the launcher and every process below it, by their own pids."""
+        try:
+            tree = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            tree = []
+        for process in tree:
+            _signal(process, "terminate")
+        _, left = psutil.wait_procs(tree, timeout=timeout_s / 2)
+        for process in left:
+            _signal(process, "kill")
+        psutil.wait_procs(left, timeout=timeout_s / 2)
+        self._process.wait()
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.stop()
+
+
+def _signal(process: psutil.Process, method: str) -> None:
+    try:
+        getattr(process, method)()
+    except psutil.NoSuchProcess:
+        pass

@@ -1,0 +1,377 @@
+"""A real scheduler, driven turn by turn, with a real drafter beside it.
+
+Nothing of SGLang or of this package is faked: arguments, scheduler, pools, model, channel and drafter are what a server
+runs. Only the edges differ: requests come in by a call instead of a socket, outputs are recorded instead of sent, and
+the drafter is a fork (see ``drafter.py``). A ``Rig`` lives in a forked process (see ``fork.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Iterable, Sequence
+
+from tests.rig.drafter import ForkedDrafter
+
+KV_TOKENS = 4096
+MAX_RUNNING = 16
+RANDOM_SEED = 1234
+
+
+@dataclass
+class Output:
+    """What a client would have received for one request.
+
+    Attributes
+    ----------
+    ids : list of int
+        Output tokens through the stop, as SGLang reports them.
+    finish : dict or None
+        Finish reason; None while the request runs.
+    rounds, accepted : int
+        Verify forwards the request took part in; drafts accepted in them.
+    retractions, cached : int
+        Times retracted; prompt tokens found in the prefix cache.
+    logprobs, top_logprobs : list
+        Of the output tokens, where asked for.
+    """
+
+    ids: list[int]
+    finish: dict | None
+    rounds: int
+    accepted: int
+    retractions: int
+    cached: int
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """One request in one verify: drafts it had, tokens it gained, and whether it ended there."""
+
+    rid: str
+    drafts: int
+    gained: int
+    finished: bool
+
+
+@dataclass
+class Recorder:
+    """Takes the place of SGLang's sockets."""
+
+    sent: list[Any] = field(default_factory=list)
+
+    def send_output(self, output: Any, request: Any = None) -> None:
+        """Keep what would have been sent."""
+        self.sent.append(output)
+
+
+class Rig:
+    """One scheduler on the CPU.
+
+    Parameters
+    ----------
+    models : Path
+        Folder made by ``build_models``.
+    draft : str or None
+        Draft model; None drives SGLang's own scheduler class without speculation.
+    k : int
+        Drafts per request and round.
+    mode, loop : str
+        As in ``PSDConfig``.
+    target : str
+        Target model.
+    config : dict, optional
+        More keys for ``--psd-config``.
+    **server_args
+        Passed to ``ServerArgs``.
+    """
+
+    def __init__(
+        self,
+        models: Path,
+        draft: str | None = "D_mid",
+        k: int = 3,
+        mode: str = "parallel",
+        loop: str = "synchronous",
+        *,
+        target: str = "T",
+        config: dict[str, Any] | None = None,
+        **server_args: Any,
+    ):
+        self._requests: dict[str, Any] = {}
+        self._logprobs: dict[str, tuple[list, list]] = {}
+        self.rows: list[list[Row]] = []
+        self.drafter: ForkedDrafter | None = None
+        options = dict(
+            model_path=str(models / target),
+            max_total_tokens=KV_TOKENS,
+            max_running_requests=MAX_RUNNING,
+            random_seed=RANDOM_SEED,
+            log_level="warning",
+        )
+        if draft is not None:
+            options.update(
+                speculative_algorithm="PSD",
+                speculative_draft_model_path=str(models / draft),
+                speculative_num_steps=k,
+                psd_mode=mode,
+                psd_config=json.dumps({"loop": loop, "integrity_checks": True, **(config or {})}),
+            )
+        options.update(server_args)
+        self.scheduler = self._build(options, speculative=draft is not None)
+        self.tokenizer = self.scheduler.tokenizer
+        self._record_outputs()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    # --- construction ---------------------------------------------------------------------------
+
+    def _build(self, options: dict[str, Any], speculative: bool):
+        from sglang.srt.runtime_context import publish
+        from sglang.srt.server_args import PortArgs
+
+        from sglang_psd.scheduler.psd_scheduler import PSDScheduler, Scheduler
+        from sglang_psd.server_args import PSDServerArgs
+
+        args = PSDServerArgs(**options)
+        if speculative:
+            self._fork_drafter(args)
+        publish(args, role="scheduler")
+        scheduler = (PSDScheduler if speculative else Scheduler)(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
+        if speculative:
+            scheduler.psd_init_slots()
+            self._record_rounds(scheduler)
+        return scheduler
+
+    def _fork_drafter(self, args) -> None:
+        """Start the drafter while this process is still clean, and hand it out when the scheduler asks for it."""
+        from sglang_psd.compat import vocab_limit
+        from sglang_psd.scheduler import mixin
+        from sglang_psd.scheduler.launch import drafter_spec, visible_drafter_device
+
+        config = args.psd()
+        device = visible_drafter_device(args, config, 0)
+        self.drafter = ForkedDrafter(drafter_spec(args, config, device, vocab_limit(args)))
+        mixin.launch_drafter = lambda *_: self.drafter
+
+    def _record_outputs(self) -> None:
+        recorder = Recorder()
+        self.sent = recorder.sent
+        channels = self.scheduler.ipc_channels
+        for name in ("send_to_tokenizer", "send_to_detokenizer"):
+            object.__setattr__(channels, name, recorder)
+        self.scheduler.output_streamer.send_to_detokenizer = recorder
+        # Load snapshots are for a tokenizer process that does not exist here.
+        self.scheduler.load_snapshot_writer = None
+
+    def _record_rounds(self, scheduler) -> None:
+        original = scheduler._psd_record
+
+        def record(slot, flight, *args: Any) -> None:
+            if flight.taken is not None:
+                lengths = flight.result.accept_lens.tolist()
+                drafts = [0 if row is None else len(row.tokens) for row in flight.taken.rows]
+                reqs = flight.batch.reqs
+                self.rows.append(
+                    [Row(req.rid, d, n, req.finished()) for req, d, n in zip(reqs, drafts, lengths)]
+                )
+            original(slot, flight, *args)
+
+        scheduler._psd_record = record
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        rid: str | None = None,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        **sampling: Any,
+    ) -> str:
+        """Send a request; greedy and deaf to end-of-text unless told otherwise. Returns its id."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        rid = rid or f"r{len(self._requests)}-"
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens, **{"temperature": 0.0, "ignore_eos": True, **sampling}
+        )
+        params.normalize(self.tokenizer)
+        params.verify(self.scheduler.model_config.vocab_size)
+        request = TokenizedGenerateReqInput(
+            rid=rid,
+            input_text=None,
+            input_ids=array("q", ids),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=params,
+            return_logprob=logprobs,
+            logprob_start_len=-1,
+            top_logprobs_num=top_logprobs,
+            token_ids_logprob=None,
+            stream=False,
+        )
+        self.scheduler.process_input_requests([request])
+        self._requests[rid] = next(req for req in self.scheduler.waiting_queue if req.rid == rid)
+        return rid
+
+    def abort(self, rid: str = "", everyone: bool = False) -> None:
+        """Abort one request, or all."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.scheduler.process_input_requests([AbortReq(rid=rid, abort_all=everyone)])
+
+    def request(self, rid: str):
+        """SGLang's ``Req`` object."""
+        return self._requests[rid]
+
+    # --- driving --------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """One pass of the event loop: of the slot whose turn it is, or of SGLang's normal loop."""
+        from sglang.srt.utils import DynamicGradMode
+
+        with DynamicGradMode():
+            if self.drafter is None:
+                self._stock_turn()
+            else:
+                self._psd_turn()
+        self._collect_logprobs()
+
+    def _psd_turn(self) -> None:
+        from sglang_psd.scheduler.slots import next_turn
+
+        scheduler = self.scheduler
+        scheduler.process_input_requests([])
+        if scheduler._engine_paused:
+            return
+        scheduler.psd_turn_of(scheduler.psd_slots[scheduler.psd_turn])
+        scheduler.psd_turn = next_turn(scheduler.psd_turn, len(scheduler.psd_slots))
+
+    def _stock_turn(self) -> None:
+        """The body of ``Scheduler.event_loop_normal``."""
+        scheduler = self.scheduler
+        scheduler.process_input_requests([])
+        if scheduler._engine_paused:
+            return
+        plan = scheduler.get_next_batch_to_run(
+            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+        )
+        scheduler.running_batch = plan.running_batch
+        batch = plan.batch_to_run
+        if batch:
+            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+        else:
+            scheduler.on_idle()
+        scheduler.last_batch = batch
+
+    def turns(self, count: int) -> None:
+        """``count`` turns."""
+        for _ in range(count):
+            self.turn()
+
+    def run_until_done(self, max_turns: int = 20_000) -> None:
+        """Turn until every request has ended and nothing is in flight."""
+        for _ in range(max_turns):
+            if all(req.finished() for req in self._requests.values()) and self.scheduler.is_fully_idle():
+                return
+            self.turn()
+        stuck = [rid for rid, req in self._requests.items() if not req.finished()]
+        raise AssertionError(f"not idle after {max_turns} turns; unfinished: {stuck}")
+
+    def run(self, prompts: Iterable[Sequence[int]], max_new_tokens: int, **sampling: Any) -> list[Output]:
+        """Submit the prompts together, run until done, and return their outputs in order."""
+        rids = [self.submit(ids, max_new_tokens, **sampling) for ids in prompts]
+        self.run_until_done()
+        return [self.output(rid) for rid in rids]
+
+    def run_each(self, prompts: Iterable[Sequence[int]], max_new_tokens: int, **sampling: Any) -> list[Output]:
+        """As ``run``, one request at a time."""
+        return [self.run([ids], max_new_tokens, **sampling)[0] for ids in prompts]
+
+    # --- results --------------------------------------------------------------------------------
+
+    def output(self, rid: str) -> Output:
+        """What the client of ``rid`` has by now."""
+        req = self._requests[rid]
+        values, tops = self._logprobs.get(rid, ([], []))
+        return Output(
+            ids=list(req.output_ids_through_stop),
+            finish=req.finished_reason.to_json() if req.finished_reason else None,
+            rounds=req.spec_verify_ct,
+            accepted=req.spec_num_correct_drafts,
+            retractions=req.retraction_count,
+            cached=req.cached_tokens,
+            logprobs=values,
+            top_logprobs=tops,
+        )
+
+    def outputs(self) -> dict[str, Output]:
+        """Outputs of all requests so far, by id."""
+        return {rid: self.output(rid) for rid in self._requests}
+
+    def _collect_logprobs(self) -> None:
+        """Gather log probabilities from the messages to the client."""
+        from sglang.srt.managers.io_struct import BatchTokenIDOutput
+
+        while self.sent:
+            message = self.sent.pop()
+            if not isinstance(message, BatchTokenIDOutput) or message.output_token_logprobs_val is None:
+                continue
+            for i, rid in enumerate(message.rids):
+                values, tops = self._logprobs.setdefault(rid, ([], []))
+                values.extend(message.output_token_logprobs_val[i])
+                rows = zip(message.output_top_logprobs_val[i], message.output_top_logprobs_idx[i])
+                tops.extend([list(zip(val, idx)) for val, idx in rows if val is not None])
+
+    def rounds_of(self, rid: str) -> list[Row]:
+        """The rounds of one request, in order."""
+        return [row for rows in self.rows for row in rows if row.rid == rid]
+
+    @property
+    def open_in_drafter(self) -> int:
+        """Requests the scheduler believes the drafter holds."""
+        return self.scheduler.psd_client.open_requests
+
+    # --- checks ---------------------------------------------------------------------------------
+
+    def idle_check(self) -> None:
+        """Nothing runs, and nothing is held on either side.
+
+        Raises
+        ------
+        AssertionError
+            A request, KV slot or pool row is still held by the target or by the drafter.
+        """
+        scheduler = self.scheduler
+        self.turns(2)
+        assert scheduler.is_fully_idle(), "the scheduler is not idle"
+        scheduler.on_idle()
+        if self.drafter is not None:
+            client = scheduler.psd_client
+            assert client.usable, f"the drafter was lost: {client.failure}"
+            assert client.open_requests == 0, f"{client.open_requests} requests are still open"
+            stats = client.ping()
+            assert stats is not None, "the drafter does not answer"
+            assert stats.open_requests == 0, f"the drafter still holds {stats.open_requests} requests"
+            assert stats.free_kv_tokens == stats.kv_tokens, f"the drafter leaks KV: {stats}"
+        assert scheduler.flush_cache(), "an idle server refused to flush its cache"
+        free, total = scheduler.token_to_kv_pool_allocator.available_size(), scheduler.max_total_num_tokens
+        assert free == total, f"the target leaks KV: {free} of {total} tokens free"
+
+    def close(self) -> None:
+        """Stop the drafter."""
+        if self.drafter is not None:
+            self.scheduler.psd_shutdown()
