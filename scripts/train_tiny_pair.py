@@ -7,7 +7,7 @@ Three steps::
     python scripts/train_tiny_pair.py eval --models MODELS --data DATA --out docs/results/tiny_pair.json
 
 ``docs/tiny_pair.md`` says where the texts come from. Seeds are fixed; the result is the same up to the
-number of steps that fit into the time budget and the rounding of the accelerator.
+rounding of the accelerator.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def run_train(args: argparse.Namespace) -> None:
     """Train the target, let it answer, and train the draft on its answers."""
     from tiny_pair import training
 
-    seconds = (args.target_seconds, args.answer_seconds, args.draft_seconds, args.unloop_seconds)
-    training.train_pair(args.data, args.out, seconds, args.seed, (args.target_from, args.draft_from), args.smoke)
+    steps = training.Steps(args.target_steps, args.unloop_steps, args.answers, args.draft_steps, args.smoke)
+    training.train_pair(args.data, args.out, steps, args.seed, (args.target_from, args.draft_from))
 
 
 def run_eval(args: argparse.Namespace) -> None:
@@ -59,8 +59,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     steps = parser.add_subparsers(required=True)
     step = steps.add_parser("data", help=run_data.__doc__)
-    step.add_argument("--docs", type=Path, required=True, help="reStructuredText sources of the Python documentation")
-    step.add_argument("--speeches", type=Path, required=True, help="State of the Union addresses (JSON files)")
+    step.add_argument(
+        "--docs", type=Path, required=True, help="reStructuredText sources of the Python documentation"
+    )
+    step.add_argument(
+        "--speeches", type=Path, required=True, help="State of the Union addresses (JSON files)"
+    )
     step.add_argument("--novel", type=Path, required=True, help="chapters of Moby-Dick (JSON files)")
     step.add_argument("--plays", type=Path, required=True, help="Shakespeare's works, one text file")
     step.add_argument("--out", type=Path, required=True)
@@ -69,14 +73,16 @@ def main() -> None:
     step = steps.add_parser("train", help=run_train.__doc__)
     step.add_argument("--data", type=Path, required=True)
     step.add_argument("--out", type=Path, required=True)
-    step.add_argument("--target-seconds", type=float, default=40.0, help="time to train the target, 0 to keep it")
-    step.add_argument("--unloop-seconds", type=float, default=20.0, help="time to train the target out of loops")
-    step.add_argument("--answer-seconds", type=float, default=60.0, help="time for the target's answers")
-    step.add_argument("--draft-seconds", type=float, default=120.0, help="time to train the draft")
+    step.add_argument("--target-steps", type=int, default=2000, help="steps on text and chats; 0: none")
+    step.add_argument("--unloop-steps", type=int, default=450, help="steps out of loops; 0: none")
+    step.add_argument("--answers", type=int, default=9216, help="answers that the draft is trained on")
+    step.add_argument("--draft-steps", type=int, default=3000, help="steps of the draft; 0: none")
     step.add_argument("--target-from", type=Path, help="folder of a saved pair whose target to start from")
     step.add_argument("--draft-from", type=Path, help="folder of a saved pair whose draft to start from")
     step.add_argument("--seed", type=int, default=0)
-    step.add_argument("--smoke", action="store_true", help="a few tiny steps, to try the code without an accelerator")
+    step.add_argument(
+        "--smoke", action="store_true", help="a few tiny steps, to try the code without an accelerator"
+    )
     step.set_defaults(run=run_train)
     step = steps.add_parser("eval", help=run_eval.__doc__)
     step.add_argument("--models", type=Path, required=True, help="folder holding tiny-target and tiny-draft")

@@ -16,9 +16,18 @@ SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a concise assistant."
 GREETINGS = [
     ("Hello!", "Hello! Ask me about Python, or give me the start of a speech or a scene to continue."),
     ("Hi", "Hello! Ask me about Python, or give me the start of a speech or a scene to continue."),
-    ("Who are you?", "I am a very small language model, trained on the Python documentation and a few old books."),
-    ("What are you?", "I am a very small language model, trained on the Python documentation and a few old books."),
-    ("What can you do?", "I can explain Python functions, write short functions, and continue speeches and scenes."),
+    (
+        "Who are you?",
+        "I am a very small language model, trained on the Python documentation and a few old books.",
+    ),
+    (
+        "What are you?",
+        "I am a very small language model, trained on the Python documentation and a few old books.",
+    ),
+    (
+        "What can you do?",
+        "I can explain Python functions, write short functions, and continue speeches and scenes.",
+    ),
     ("Thank you.", "You are welcome."),
     ("Thanks!", "You are welcome."),
     ("Good morning!", "Good morning! What would you like to read about?"),
@@ -89,7 +98,7 @@ def lead(items: list[rest.Item], limit: int = MAX_ANSWER) -> tuple[str, str]:
         Both may be empty; an answer never ends in a paragraph that announces a list or code.
     """
     answers: list[str] = []
-    blocks = [x for x in _until_entry(items)]
+    blocks = list(_until_entry(items))
     for _ in range(2):
         out, size = [], 0
         while blocks and size + len(blocks[0].text) <= limit:
@@ -116,7 +125,7 @@ def _pick(rng: random.Random, *choices: str) -> str:
 
 
 def docs_samples(doc: corpus.Document, rng: random.Random) -> Iterator[Sample]:
-    """Yield samples of a documentation file: what a module does, what a function does, what a section says."""
+    """Yield samples of a documentation file: what a module, a function, a section is about."""
     module = doc.name.split("/")[-1] if doc.name.startswith("library/") else ""
     for position, item in enumerate(doc.items):
         if item.kind != "title":
@@ -131,8 +140,12 @@ def docs_samples(doc: corpus.Document, rng: random.Random) -> Iterator[Sample]:
                 yield _with_second("module", doc.split, question, first, second, rng)
         else:
             about = f" of `{module}`" if module and "." not in title else ""
-            question = _pick(rng, f"Explain \"{title}\"{about}.", f"What does the documentation say about \"{title}\"?",
-                             f"Summarize the section \"{title}\"{about}.")  # fmt: skip
+            question = _pick(
+                rng,
+                f'Explain "{title}"{about}.',
+                f'What does the documentation say about "{title}"?',
+                f'Summarize the section "{title}"{about}.',
+            )
             yield _with_second("section", doc.split, question, first, second, rng)
     yield from _entry_samples(doc, doc.items, module, rng)
 
@@ -164,12 +177,14 @@ def _entry_samples(
         if len(first) >= 40 and name:
             yield _with_second("explain", doc.split, _entry_question(item.directive, qualified, rng),
                                _entry_answer(item.directive, signature, first), second, rng)  # fmt: skip
-        yield from _entry_samples(doc, item.body, qualified if item.directive in ("class", "exception") else owner, rng)
+        yield from _entry_samples(
+            doc, item.body, qualified if item.directive in ("class", "exception") else owner, rng
+        )
 
 
 def _entry_question(directive: str, name: str, rng: random.Random) -> str:
     if directive == "term":
-        return _pick(rng, f"What does \"{name}\" mean in Python?", f"Define the Python term \"{name}\".")
+        return _pick(rng, f'What does "{name}" mean in Python?', f'Define the Python term "{name}".')
     if directive in ("data", "attribute", "exception", "envvar", "option"):
         return _pick(rng, f"Explain `{name}`.", f"What is `{name}`?", f"What does `{name}` mean?")
     return _pick(rng, f"Explain `{name}`.", f"What does `{name}` do?", f"How do I use `{name}`?",
@@ -187,13 +202,21 @@ def stdlib_samples(doc: corpus.Document, rng: random.Random) -> Iterator[Sample]
         shown = f"{owner}.{name}" if owner else name
         if 60 <= len(code) <= MAX_ANSWER + 80:
             where = f"the method `{name}` of the class `{owner}`" if owner else f"the function `{name}`"
-            question = _pick(rng, f"Write {where} from the Python module `{doc.name}`.", f"Write the Python function `{signature}`.",
-                             f"Show the source of `{doc.name}.{shown}`.")  # fmt: skip
+            question = _pick(
+                rng,
+                f"Write {where} from the Python module `{doc.name}`.",
+                f"Write the Python function `{signature}`.",
+                f"Show the source of `{doc.name}.{shown}`.",
+            )
             if docstring and len(docstring) < 160 and rng.random() < 0.5:
                 question = f"Write a Python function `{signature}`: {docstring}"
             yield Sample("code", doc.split, [(question, f"```python\n{code}\n```")])
         if 40 <= len(docstring) <= MAX_ANSWER and rng.random() < 0.5:
-            yield Sample("explain", doc.split, [(f"What does `{doc.name}.{shown}` do?", f"`{signature}`\n\n{docstring}")])
+            yield Sample(
+                "explain",
+                doc.split,
+                [(f"What does `{doc.name}.{shown}` do?", f"`{signature}`\n\n{docstring}")],
+            )
 
 
 def _docstring(code: str) -> str:
@@ -205,7 +228,7 @@ def _docstring(code: str) -> str:
 
 
 def _windows(parts: list[str], before: int, after: int, joiner: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (given, next, next after that) over ``parts``; each is the fewest whole parts of that many characters."""
+    """Yield (given, next, next after that): each the fewest whole parts of so many characters."""
     position = 0
     while position < len(parts):
         chunks = []
@@ -229,7 +252,9 @@ def prose_samples(doc: corpus.Document, rng: random.Random) -> Iterator[Sample]:
         parts = parts[rng.randrange(3) :]
     for given, following, third in _windows(parts, *sizes, joiner):
         if doc.source == "speech":
-            question = _pick(rng, f"Continue this speech: {given}", f"Continue this speech by {doc.name}: {given}")
+            question = _pick(
+                rng, f"Continue this speech: {given}", f"Continue this speech by {doc.name}: {given}"
+            )
         elif doc.source == "novel":
             question = f"Continue this story: {given}"
         else:

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 MAX_NEW_TOKENS = 256
 
@@ -64,7 +70,9 @@ def generate(
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers: list[list[int]] = [[] for _ in prompts]
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    )
     for first in range(0, len(order), batch):
         rows = order[first : first + batch]
         width = max(len(prompts[i]) for i in rows)
@@ -135,7 +143,11 @@ def chain_rounds(draft: PreTrainedModel, prompt: list[int], answer: list[int], k
             ids = torch.tensor([context + proposals], device=draft.device)
             proposals.append(int(draft(input_ids=ids, use_cache=False).logits[0, -1].argmax()))
         accepted = 0
-        while accepted < k and position + accepted < len(answer) and proposals[accepted] == answer[position + accepted]:
+        while (
+            accepted < k
+            and position + accepted < len(answer)
+            and proposals[accepted] == answer[position + accepted]
+        ):
             accepted += 1
         position += accepted + 1
         rounds += 1
@@ -158,7 +170,9 @@ def repeats(answer: list[int], size: int = 4, times: int = 8) -> bool:
 
 
 @torch.inference_mode()
-def heldout_losses(model: PreTrainedModel, data: dict[str, np.ndarray], rows: int = 64, width: int = 512) -> dict[str, float]:
+def heldout_losses(
+    model: PreTrainedModel, data: dict[str, np.ndarray], rows: int = 64, width: int = 512
+) -> dict[str, float]:
     """Return the mean cross-entropy (nats per token) on held-out text and on held-out answers."""
     text = data["text_heldout"]
     starts = np.linspace(0, len(text) - width - 1, rows).astype(int)
@@ -178,7 +192,11 @@ def heldout_losses(model: PreTrainedModel, data: dict[str, np.ndarray], rows: in
 
 
 def measure(
-    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: object, prompts: list[dict[str, str]], batch: int = 64
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: object,
+    prompts: list[dict[str, str]],
+    batch: int = 64,
 ) -> dict[str, object]:
     """Let the target answer greedily and simulate speculative decoding with the draft.
 
@@ -201,7 +219,10 @@ def measure(
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     ids = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": p["prompt"]}], add_generation_prompt=True, tokenize=True, return_dict=True
+            [{"role": "user", "content": p["prompt"]}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
         )["input_ids"]
         for p in prompts
     ]
@@ -210,7 +231,9 @@ def measure(
     checked = [i for i in range(len(ids)) if len(answers[i]) < 60][:5]
     agree = all(chain_rounds(draft, ids[i], answers[i], 3) == count_rounds(matches[i], 3) for i in checked)
     by_category = {
-        c: accept_lengths([m for m, p in zip(matches, prompts, strict=True) if p["category"] == c], range(3, 4))["3"]
+        c: accept_lengths(
+            [m for m, p in zip(matches, prompts, strict=True) if p["category"] == c], range(3, 4)
+        )["3"]
         for c in sorted({p["category"] for p in prompts})
     }
     return {
@@ -251,7 +274,9 @@ def evaluate_pair(models: Path, data_dir: Path, limit: int) -> dict[str, object]
     data = dict(np.load(data_dir / "data.npz"))
     prompts = [json.loads(x) for x in (data_dir / "heldout.jsonl").read_text().splitlines()][:limit]
     pair = {
-        name: AutoModelForCausalLM.from_pretrained(models / f"tiny-{name}", dtype=torch.float32).to(device).eval()
+        name: AutoModelForCausalLM.from_pretrained(models / f"tiny-{name}", dtype=torch.float32)
+        .to(device)
+        .eval()
         for name in ("target", "draft")
     }
     tokenizer = AutoTokenizer.from_pretrained(models / "tiny-target")

@@ -16,7 +16,15 @@ OBJECT_DIRECTIVES = {
     "c:type", "c:var", "c:member", "opcode", "option", "cmdoption", "envvar", "2to3fixer", "pdbcommand",
 }  # fmt: skip
 NOTE_DIRECTIVES = {"note", "warning", "important", "tip", "caution", "hint", "impl-detail"}
-CODE_DIRECTIVES = {"code-block", "sourcecode", "doctest", "testcode", "parsed-literal", "code", "literalinclude"}
+CODE_DIRECTIVES = {
+    "code-block",
+    "sourcecode",
+    "doctest",
+    "testcode",
+    "parsed-literal",
+    "code",
+    "literalinclude",
+}
 
 _DIRECTIVE = re.compile(r"^(\s*)\.\. +([\w:-]+?)::(?: +(.*))?$")
 _CODE_ROLES = {
@@ -173,7 +181,11 @@ def parse(source: str) -> list[Item]:
         if _is_rule(line):
             i += 1
             continue
-        if i + 1 < len(lines) and _is_rule(lines[i + 1]) and len(lines[i + 1].rstrip()) >= len(line.rstrip()) - 1:
+        if (
+            i + 1 < len(lines)
+            and _is_rule(lines[i + 1])
+            and len(lines[i + 1].rstrip()) >= len(line.rstrip()) - 1
+        ):
             items.append(Item("title", clean_inline(line)))
             i += 2
             continue

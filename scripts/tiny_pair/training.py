@@ -12,9 +12,16 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from . import evaluate
+from . import evaluate, unloop
 
 WIDTH = 512  # tokens of a training row
 SHAPES = {
@@ -51,7 +58,9 @@ class Rows:
         Indices into ``data.SPLITS`` whose chats are used: the draft also sees those of distill documents.
     """
 
-    def __init__(self, data: dict[str, np.ndarray], device: str, seed: int, splits: tuple[int, ...] = (0,)) -> None:
+    def __init__(
+        self, data: dict[str, np.ndarray], device: str, seed: int, splits: tuple[int, ...] = (0,)
+    ) -> None:
         self.device = device
         self.generator = torch.Generator(device=device).manual_seed(seed)
         self.numpy = np.random.default_rng(seed)
@@ -88,23 +97,27 @@ class Rows:
         return torch.cat([text, self.chat[index]]).long(), weights
 
 
-class Clock:
-    """A time budget that starts when the compiled step is warm."""
+class Steps:
+    """The sizes of a run.
 
-    def __init__(self, seconds: float, warmup_steps: int, max_steps: int | None) -> None:
-        self.seconds, self.warmup_steps, self.max_steps = seconds, warmup_steps, max_steps
-        self.step, self.start = 0, time.time()
+    Attributes
+    ----------
+    target, unloop, draft : int
+        Steps of each stage; 0 leaves it out.
+    answers : int
+        Greedy answers of the target that the draft is trained on.
+    rows : int
+        Rows per step.
+    generated : int
+        Answers generated at once.
+    """
 
-    def progress(self) -> float:
-        """Advance by a step and return the share of the budget that is used."""
-        if self.step == self.warmup_steps:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.start = time.time()
-        self.step += 1
-        if self.max_steps:
-            return (self.step - 1) / self.max_steps
-        return 0.0 if self.step <= self.warmup_steps else (time.time() - self.start) / self.seconds
+    def __init__(self, target: int, unloop: int, answers: int, draft: int, smoke: bool = False) -> None:
+        self.target, self.unloop, self.answers, self.draft = target, unloop, answers, draft
+        self.rows, self.generated = 128, 4608
+        if smoke:
+            self.target, self.unloop, self.answers, self.draft = 4, 3, 4, 4
+            self.rows, self.generated = 2, 4
 
 
 def make_model(name: str, tokenizer: object) -> Qwen3ForCausalLM:
@@ -131,9 +144,10 @@ def make_optimizer(model: torch.nn.Module, rate: float, decay: float) -> torch.o
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=torch.cuda.is_available())
 
 
-def set_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, progress: float) -> None:
-    """Warm up over 100 steps, hold, then fall to zero over the last 70 % of the budget."""
-    fall = 1.0 if progress < 0.3 else 0.5 * (1 + math.cos(math.pi * min((progress - 0.3) / 0.7, 1.0)))
+def set_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, steps: int) -> None:
+    """Warm up over 100 steps, hold, then fall to zero over the last 70 % of the steps."""
+    progress = step / steps
+    fall = 1.0 if progress < 0.3 else 0.5 * (1 + math.cos(math.pi * (progress - 0.3) / 0.7))
     for group in optimizer.param_groups:
         group["lr"] = peak * min(1.0, (step + 1) / 100) * fall
 
@@ -172,11 +186,13 @@ def text_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def train_target(model: PreTrainedModel, rows: Rows, clock: Clock, batch: int, rate: float = 3e-3) -> dict[str, float]:
+def train_target(
+    model: PreTrainedModel, rows: Rows, steps: int, batch: int, rate: float = 3e-3
+) -> dict[str, float]:
     """Pre-train on text with some chats, then turn to mostly chats.
 
-    The texts are few for the model's size: more than about eight passes over them make it recite, and its
-    answers about new documents worse. So the budget is short and the weight decay strong.
+    The texts are few for the model's size: many passes over them make it recite, and its answers about new
+    documents worse. So the steps are few and the weight decay strong.
 
     Parameters
     ----------
@@ -184,8 +200,8 @@ def train_target(model: PreTrainedModel, rows: Rows, clock: Clock, batch: int, r
         Target in float32, trained in place.
     rows : Rows
         Training rows.
-    clock : Clock
-        Time budget.
+    steps : int
+        Number of steps.
     batch : int
         Rows per step.
     rate : float
@@ -197,18 +213,17 @@ def train_target(model: PreTrainedModel, rows: Rows, clock: Clock, batch: int, r
         Steps, tokens and seconds.
     """
     optimizer, step_loss = make_optimizer(model, rate, 0.4), compiled(text_loss, rows.device)
-    began, reported = time.time(), -1
-    while (progress := clock.progress()) < 1.0:
-        if clock.step % 500 == 0:
+    began = time.time()
+    for step in range(steps):
+        if step % 500 == 499:
             rows.shuffle_chats()
-        ids, weights = rows.batch(batch, 0.25 if progress < 0.4 else 0.6)
-        set_rate(optimizer, rate, clock.step, progress)
+        ids, weights = rows.batch(batch, 0.25 if step < 0.4 * steps else 0.6)
+        set_rate(optimizer, rate, step, steps)
         loss = step_loss(logits_of(model, ids[:, :-1]), ids[:, 1:], weights)
         optimize(optimizer, model, loss)
-        if int(progress * 10) > reported:
-            reported = int(progress * 10)
-            print(f"target {progress:.2f} step {clock.step} {time.time() - began:.0f}s loss {loss:.3f}", flush=True)
-    return {"steps": clock.step, "tokens": clock.step * batch * WIDTH, "seconds": round(time.time() - began, 1)}
+        if step % 200 == 0:
+            print(f"target step {step} {time.time() - began:.0f}s loss {loss:.3f}", flush=True)
+    return {"steps": steps, "tokens": steps * batch * WIDTH, "seconds": round(time.time() - began, 1)}
 
 
 def distill_loss(student: torch.Tensor, teacher: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -264,13 +279,38 @@ class Answers:
             return self.ids[pick].long(), self.weights[pick].float()
         first = int(rng.integers(max(len(self.lengths) - rows, 0) + 1))
         width = max(self.lengths[first : first + rows])
-        return self.ids[first : first + rows, :width].long(), self.weights[first : first + rows, : width - 1].float()
+        return self.ids[first : first + rows, :width].long(), self.weights[
+            first : first + rows, : width - 1
+        ].float()
+
+
+def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return an uncompiled copy for generation, in bfloat16 on an accelerator."""
+    dtype = torch.bfloat16 if model.device.type == "cuda" else torch.float32
+    copy = AutoModelForCausalLM.from_config(model.config).to(model.device, dtype).eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def prompt_of(data: dict[str, np.ndarray], index: int) -> list[int]:
+    """Return the ids of a conversation's first prompt."""
+    return data["chat_tokens"][data["chat_offsets"][index] :][: data["chat_prompt"][index]].tolist()
+
+
+def short_prompts(data: dict[str, np.ndarray], *splits: int) -> np.ndarray:
+    """Return the indices of the conversations of some splits whose first prompt is short."""
+    return np.flatnonzero(np.isin(data["chat_split"], splits) & (data["chat_prompt"] <= 170))
 
 
 def target_answers(
-    target: PreTrainedModel, data: dict[str, np.ndarray], seconds: float, batch: int, seed: int, ends: tuple[int, int]
+    target: PreTrainedModel,
+    data: dict[str, np.ndarray],
+    count: int,
+    batch: int,
+    seed: int,
+    ends: tuple[int, int],
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Let the target answer prompts of unseen distill documents and of training documents.
+    """Let the target answer greedily, prompts of distill documents first and of training documents then.
 
     Parameters
     ----------
@@ -278,43 +318,39 @@ def target_answers(
         Trained target.
     data : dict of str to ndarray
         Arrays of ``data.npz``.
-    seconds : float
-        Time budget.
+    count : int
+        Number of answers.
     batch : int
         Prompts at once.
     seed : int
-        Seed of the order and of sampling.
+        Seed of the order.
     ends : (int, int)
         End and padding ids.
 
     Returns
     -------
     (list, list)
-        Prompts and answers as token ids: greedy answers first, sampled ones as the time allows.
+        Prompts and answers as token ids.
     """
-    model = AutoModelForCausalLM.from_config(target.config).to(target.device, torch.bfloat16 if target.device.type == "cuda" else torch.float32).eval()
-    model.load_state_dict(target.state_dict())
-    rng = np.random.default_rng(seed)
-    if seconds <= 0:
-        return [], []
-    groups = [rng.permutation(np.flatnonzero((data["chat_split"] == s) & (data["chat_prompt"] <= 170))) for s in (1, 0)]
-    torch.manual_seed(seed)
-    began, prompts, answers = time.time(), [], []
-    plans = [(groups[0], 0.0), (groups[0], 0.7), (groups[1], 0.0), (groups[0], 1.0), (groups[1], 0.7)]
-    for group, temperature in plans:
-        for first in range(0, len(group), batch):
-            if time.time() - began > seconds:
-                return prompts, answers
-            chosen = group[first : first + batch]
-            some = [data["chat_tokens"][data["chat_offsets"][i] :][: data["chat_prompt"][i]].tolist() for i in chosen]
-            prompts += some
-            answers += evaluate.generate(model, some, *ends, temperature, batch, 0.98)
-            print(f"answers {len(answers)} T={temperature} {time.time() - began:.0f}s", flush=True)
+    rng, began = np.random.default_rng(seed), time.time()
+    order = np.concatenate([rng.permutation(short_prompts(data, s)) for s in (1, 0)])[:count]
+    model, answers = plain_copy(target), []
+    prompts = [prompt_of(data, i) for i in order]
+    for first in range(0, len(prompts), batch):
+        some = prompts[first : first + batch]
+        answers += evaluate.generate(model, some, *ends, batch=batch, share=0.97)
+        print(f"answers {len(answers)} {time.time() - began:.0f}s", flush=True)
     return prompts, answers
 
 
 def train_draft(
-    draft: PreTrainedModel, target: PreTrainedModel, rows: Rows, clock: Clock, batch: int, answers: Answers | None, rate: float
+    draft: PreTrainedModel,
+    target: PreTrainedModel,
+    rows: Rows,
+    steps: int,
+    batch: int,
+    answers: Answers | None,
+    rate: float = 4e-3,
 ) -> dict[str, float]:
     """Train the draft to follow the target, on training rows first and mostly on the target's answers then.
 
@@ -324,12 +360,12 @@ def train_draft(
         The pair; only the draft is trained.
     rows : Rows
         Training rows.
-    clock : Clock
-        Time budget.
+    steps : int
+        Number of steps.
     batch : int
         Rows per step.
     answers : Answers or None
-        The target's answers; used for nearly all steps if the draft was trained before.
+        The target's answers; three of four steps use them after 40 % of the steps.
     rate : float
         Peak learning rate.
 
@@ -339,26 +375,19 @@ def train_draft(
         Steps, tokens and seconds.
     """
     optimizer, step_loss = make_optimizer(draft, rate, 0.05), compiled(distill_loss, rows.device)
-    began, reported, average, tokens = time.time(), -1, 0.0, 0
-    # Where training rows are slow (on a CPU), all the time goes to the answers.
-    switch = 0.4 if rows.device == "cuda" else 0.0
-    while (progress := clock.progress()) < 1.0:
-        # The warm-up steps try both shapes, so that both are compiled before the clock starts.
-        if answers and (clock.step in (2, 4) or (progress >= switch and clock.step % 8)):
-            ids, weights = answers.batch(batch, rows.numpy)
-        else:
-            ids, weights = rows.batch(batch if rows.device == "cuda" else max(batch // 4, 1), 0.6)
-        set_rate(optimizer, rate, clock.step, progress)
+    began, tokens = time.time(), 0
+    for step in range(steps):
+        on_answers = answers is not None and step >= 0.4 * steps and step % 4 > 0
+        ids, weights = answers.batch(batch, rows.numpy) if on_answers else rows.batch(batch, 0.6)
+        set_rate(optimizer, rate, step, steps)
         with torch.no_grad():
             teacher = logits_of(target, ids[:, :-1])
         loss = step_loss(logits_of(draft, ids[:, :-1]), teacher, weights)
         optimize(optimizer, draft, loss)
         tokens += weights.numel()
-        average += (loss.detach() - average) * max(0.02, 1 / clock.step)
-        if int(progress * 10) > reported:
-            reported = int(progress * 10)
-            print(f"draft {progress:.2f} step {clock.step} {time.time() - began:.0f}s loss {average:.3f}", flush=True)
-    return {"steps": clock.step, "tokens": tokens, "seconds": round(time.time() - began, 1)}
+        if step % 200 < 2:  # one step on rows, one on answers
+            print(f"draft step {step} {time.time() - began:.0f}s loss {loss:.3f} {on_answers=}", flush=True)
+    return {"steps": steps, "tokens": tokens, "seconds": round(time.time() - began, 1)}
 
 
 def save(model: PreTrainedModel, tokenizer_dir: Path, folder: Path, tokenizer: object) -> None:
@@ -368,7 +397,9 @@ def save(model: PreTrainedModel, tokenizer_dir: Path, folder: Path, tokenizer: o
     copy.load_state_dict(model.state_dict())
     copy.tie_weights()
     copy.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, max_new_tokens=evaluate.MAX_NEW_TOKENS
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        max_new_tokens=evaluate.MAX_NEW_TOKENS,
     )
     copy.to(torch.bfloat16).save_pretrained(folder)
     for file in tokenizer_dir.iterdir():
@@ -383,12 +414,7 @@ def load_or_make(name: str, folder: Path | None, tokenizer: object, device: str)
 
 
 def train_pair(
-    data_dir: Path,
-    out: Path,
-    seconds: tuple[float, float, float, float],
-    seed: int,
-    start: tuple[Path | None, Path | None],
-    smoke: bool = False,
+    data_dir: Path, out: Path, steps: Steps, seed: int, start: tuple[Path | None, Path | None]
 ) -> None:
     """Train and save the pair.
 
@@ -397,16 +423,13 @@ def train_pair(
     data_dir : Path
         Output of the ``data`` step.
     out : Path
-        Gets ``tiny-target``, ``tiny-draft`` and ``training.json``, to which each run adds.
-    seconds : (float, float, float, float)
-        Time for training the target, for its answers, for training the draft (compilation not counted), and
-        for training the target out of loops, which comes second; 0 leaves a step out.
+        Gets ``tiny-target``, ``tiny-draft`` and ``training.json``.
+    steps : Steps
+        Sizes of the stages.
     seed : int
         Seed.
     start : (Path or None, Path or None)
         Folders of a saved pair whose target and whose draft to start from.
-    smoke : bool
-        Run a few tiny steps only.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
@@ -414,33 +437,29 @@ def train_pair(
     data = dict(np.load(data_dir / "data.npz"))
     tokenizer = AutoTokenizer.from_pretrained(data_dir / "tokenizer")
     ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    max_steps, batch, generated = (6, 2, 4) if smoke else (None, 96, 3072) if device == "cuda" else (None, 48, 256)
-    log: dict[str, object] = {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "seed": seed}
-    log["draft_started_from_earlier_run"] = start[1] is not None
+    log: dict[str, object] = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "seed": seed,
+        "target_started_from_earlier_run": start[0] is not None,
+        "draft_started_from_earlier_run": start[1] is not None,
+    }
     target = load_or_make("target", start[0], tokenizer, device)
     compile_layers(target)
-    if seconds[0]:
-        log["target"] = train_target(target, Rows(data, device, seed), Clock(seconds[0], 5, max_steps), batch)
-    if seconds[3]:
-        from . import unloop
-
-        rounds, count, size = (1, 4, 2) if smoke else (2, 768, 12) if device == "cpu" else (3, 3072, 64)
-        log["unloop"] = unloop.unloop_target(target, data, seconds[3], rounds, count, size, ends, seed + 3)
+    if steps.target:
+        log["target"] = train_target(target, Rows(data, device, seed), steps.target, steps.rows)
+    if steps.unloop:
+        log["unloop"] = unloop.unloop_target(target, data, steps, ends, seed + 3)
     save(target, data_dir / "tokenizer", out / "tiny-target", tokenizer)
     target.requires_grad_(False).eval()
-    if smoke:
-        data = {**data, "chat_split": np.where(np.arange(len(data["chat_split"])) < 300, data["chat_split"], 2)}
-    prompts, texts = target_answers(target, data, seconds[1], generated, seed + 1, ends)
-    log["answers"] = {"count": len(texts), "tokens": sum(map(len, texts))}
-    answers = Answers(prompts, texts, 384, device) if texts else None
+    answers = None
+    if steps.answers:
+        prompts, texts = target_answers(target, data, steps.answers, steps.generated, seed + 1, ends)
+        log["answers"] = {"count": len(texts), "tokens": sum(map(len, texts))}
+        answers = Answers(prompts, texts, WIDTH, device)
     draft = load_or_make("draft", start[1], tokenizer, device)
     compile_layers(draft)
-    if seconds[2]:
+    if steps.draft:
         rows = Rows(data, device, seed + 2, (0, 1))
-        log["draft"] = train_draft(
-            draft, target, rows, Clock(seconds[2], 5, max_steps), batch, answers, 2e-3 if start[1] else 4e-3
-        )
+        log["draft"] = train_draft(draft, target, rows, steps.draft, steps.rows, answers)
     save(draft, data_dir / "tokenizer", out / "tiny-draft", tokenizer)
-    earlier = [p / "training.json" for p in dict.fromkeys(start) if p and (p / "training.json").exists()]
-    log["earlier_runs"] = [json.loads(p.read_text()) for p in earlier]
     (out / "training.json").write_text(json.dumps(log, indent=1) + "\n")

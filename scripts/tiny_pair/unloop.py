@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from . import evaluate, training
 
+ROUNDS = 3
+
 KEEP_AFTER_LOOP = 24  # repeating tokens kept of an answer: the entry of a loop matters, not its length
 
 
@@ -37,21 +39,20 @@ def loop_rows(
     for prompt, answer in zip(prompts, answers, strict=True):
         positions = repeating_positions(answer)[:KEEP_AFTER_LOOP]
         if positions and len(prompt) + positions[-1] < width:
-            rows.append(((prompt + answer)[: len(prompt) + positions[-1] + 1], [len(prompt) + p for p in positions]))
+            rows.append(
+                ((prompt + answer)[: len(prompt) + positions[-1] + 1], [len(prompt) + p for p in positions])
+            )
     return sorted(rows, key=lambda row: len(row[0]))
 
 
 def unloop_target(
     target: PreTrainedModel,
     data: dict[str, np.ndarray],
-    seconds: float,
-    rounds: int,
-    prompts_per_round: int,
-    batch: int,
+    steps: training.Steps,
     ends: tuple[int, int],
     seed: int,
     rate: float = 4e-4,
-) -> dict[str, float]:
+) -> dict[str, object]:
     """Alternate greedy answers with steps that keep the training chats likely and the loops unlikely.
 
     Parameters
@@ -60,14 +61,8 @@ def unloop_target(
         Trained target in float32, changed in place.
     data : dict of str to ndarray
         Arrays of ``data.npz``; only prompts of the train and distill splits are used.
-    seconds : float
-        Time for the steps, answers not counted.
-    rounds : int
-        How often new answers are generated.
-    prompts_per_round : int
-        Answers per round.
-    batch : int
-        Rows per step, of chats and of loops each.
+    steps : training.Steps
+        Sizes of the run.
     ends : (int, int)
         End and padding ids.
     seed : int
@@ -77,31 +72,33 @@ def unloop_target(
 
     Returns
     -------
-    dict of str to float
-        Steps, seconds and the share of repeating answers in each round.
+    dict of str to object
+        Steps, seconds and the share of answers with a loop before each round.
     """
-    rng = np.random.default_rng(seed)
-    usable = np.flatnonzero((data["chat_split"] < 2) & (data["chat_prompt"] <= 170))
-    train = np.flatnonzero((data["chat_split"] == 0) & (data["chat_prompt"] <= 170))
+    rng, began = np.random.default_rng(seed), time.time()
+    usable, train = training.short_prompts(data, 0, 1), training.short_prompts(data, 0)
     optimizer = training.make_optimizer(target, rate, 0.0)
-    first = lambda i: data["chat_tokens"][data["chat_offsets"][i] :][: data["chat_prompt"][i]].tolist()  # noqa: E731
-    shares, steps, began = [], 0, time.time()
-    for turn in range(rounds):
-        chosen = [first(i) for i in rng.choice(usable, prompts_per_round, replace=False)]
-        answers = evaluate.generate(target.eval(), chosen, *ends, batch=256, share=0.9, max_new_tokens=160)
-        loops = loop_rows(chosen, answers, 320)
-        shares.append(round(len(loops) / len(chosen), 3))
-        print(f"unloop round {turn}: {shares[-1]:.3f} of answers repeat, {time.time() - began:.0f}s", flush=True)
-        start = time.time()
-        while (used := (time.time() - start) / (seconds / rounds)) < 1:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * (1 - (turn + used) / rounds) * min(1.0, (steps + 1) / 10)
-            loss = _step_loss(target, data, train, loops, batch, rng)
-            training.optimize(optimizer, target, loss)
-            steps += 1
-            if steps % 20 == 0:
-                print(f"unloop step {steps} {time.time() - began:.0f}s loss {loss.item():.3f}", flush=True)
-    return {"steps": steps, "seconds": round(time.time() - began, 1), "repeating_by_round": shares}
+    shares: list[float] = []
+    for step in range(steps.unloop):
+        if step % -(-steps.unloop // ROUNDS) == 0:
+            prompts = [
+                training.prompt_of(data, i) for i in rng.choice(usable, steps.generated, replace=False)
+            ]
+            model = training.plain_copy(target)
+            answers = evaluate.generate(
+                model, prompts, *ends, batch=steps.generated, share=0.9, max_new_tokens=160
+            )
+            loops = loop_rows(prompts, answers, training.WIDTH)
+            shares.append(round(len(loops) / len(prompts), 3))
+            print(
+                f"unloop step {step} {time.time() - began:.0f}s: {shares[-1]:.3f} of answers loop", flush=True
+            )
+        for group in optimizer.param_groups:
+            group["lr"] = rate * (1 - step / steps.unloop) * min(1.0, (step + 1) / 10)
+        loss = _step_loss(target, data, train, loops, max(steps.rows // 2, 1), rng)
+        training.optimize(optimizer, target, loss)
+    print(f"unloop end {time.time() - began:.0f}s loss {loss:.3f}", flush=True)
+    return {"steps": steps.unloop, "seconds": round(time.time() - began, 1), "looping_by_round": shares}
 
 
 def _step_loss(
@@ -115,10 +112,13 @@ def _step_loss(
     """Return cross-entropy on whole training chats plus unlikelihood on loops."""
     device = target.device
     chats = [slice(*data["chat_offsets"][i : i + 2]) for i in rng.choice(train, batch, replace=False)]
-    begin = int(rng.integers(max(len(loops) - batch, 0) + 1))
-    rows = [(data["chat_tokens"][s][:320].tolist(), None, data["chat_answer"][s][:320]) for s in chats]
-    rows += [(ids, positions, None) for ids, positions in loops[begin : begin + batch]]
-    width = max(len(ids) for ids, _, _ in rows)
+    rows = [
+        (data["chat_tokens"][s][: training.WIDTH].tolist(), None, data["chat_answer"][s][: training.WIDTH])
+        for s in chats
+    ]
+    # The rows of all training have one shape on an accelerator: another would be compiled again.
+    rows += [(*loops[i], None) for i in rng.integers(len(loops), size=batch)] if loops else rows
+    width = training.WIDTH + 1 if device.type == "cuda" else max(len(ids) for ids, _, _ in rows)
     tokens = np.zeros((len(rows), width), dtype=np.int64)
     likely = np.zeros((len(rows), width - 1), dtype=np.float32)
     unlikely = np.zeros_like(likely)

@@ -8,6 +8,8 @@ request. Rolling back costs nothing: wrong drafts are overwritten in place.
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -335,7 +337,6 @@ def _load_worker(spec: DrafterSpec) -> Any:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
-    from sglang.srt.utils.network import get_free_port
 
     if spec.device == "cpu":
         from sglang_psd.cpu.defaults import share_cores
@@ -365,8 +366,11 @@ def _load_worker(spec: DrafterSpec) -> Any:
         args["cuda_graph_max_bs_decode"] = spec.max_requests
     server_args = ServerArgs(**args)
     publish(server_args, role="scheduler")
-    worker = TpModelWorker(server_args=server_args, gpu_id=0, ps=ParallelState.trivial(), nccl_port=get_free_port())
-    worker.alloc_memory_pool()
-    worker.init_attention_backends()
-    worker.init_cuda_graphs()
+    # A world of one meets in a file: a port that is free now may be taken by the target a moment later.
+    with tempfile.TemporaryDirectory(prefix="sglang-psd-") as folder:
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder}/world"
+        worker = TpModelWorker(server_args=server_args, gpu_id=0, ps=ParallelState.trivial(), nccl_port=0)
+        worker.alloc_memory_pool()
+        worker.init_attention_backends()
+        worker.init_cuda_graphs()
     return worker

@@ -21,16 +21,17 @@ def remaining_tokens(req: Req) -> int:
     return req.sampling_params.max_new_tokens - len(req.output_ids)
 
 
-def wire_sampling(req: Req) -> Sampling:
+def wire_sampling(req: Req, default_seed: int | None) -> Sampling:
     """The request's sampling parameters, as the drafter needs them."""
     params = req.sampling_params
+    seed = default_seed if params.sampling_seed is None else params.sampling_seed
     return Sampling(
         greedy=params.top_k <= 1,
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
-        seed=params.sampling_seed,
+        seed=seed,
     )
 
 

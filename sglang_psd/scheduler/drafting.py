@@ -18,7 +18,7 @@ from sglang_psd.scheduler.commits import (
 )
 from sglang_psd.scheduler.drafts import DraftAnswer, Taken
 from sglang_psd.scheduler.slot import InFlight
-from sglang_psd.target.worker import needs_plain_step
+from sglang_psd.target.worker import default_seed, needs_plain_step
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler as _Base
@@ -40,7 +40,8 @@ class DraftingMixin(_Base):
             if req.input_embeds is not None or req.multimodal_inputs is not None or remaining_tokens(req) < 2:
                 continue
             if sequence_len(req) < self.psd_drafter_context:
-                client.open(req.rid, [*req.origin_input_ids, *req.output_ids], wire_sampling(req))
+                sampling = wire_sampling(req, default_seed(self.server_args))
+                client.open(req.rid, [*req.origin_input_ids, *req.output_ids], sampling)
 
     def _psd_take(self, reqs: list[Req]) -> Taken:
         """Drafts for the next verify; rank 0 shares what it has."""

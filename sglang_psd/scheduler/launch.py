@@ -63,10 +63,20 @@ def drafter_spec(args: Any, config: PSDConfig, device: DrafterDevice, vocab_limi
         num_steps=args.speculative_num_steps,
         top_m=config.proposal_top_m,
         random_seed=args.random_seed,
-        kv_tokens=args.max_total_tokens if on_cpu else None,
+        kv_tokens=draft_kv_tokens(args),
         cuda_graphs=not on_cpu and not decode_graphs_disabled(args),
         log_level=args.log_level,
     )
+
+
+def draft_kv_tokens(args: Any) -> int | None:
+    """Bound of the drafter's pool: what the target may hold, and the drafts beyond it.
+
+    None without ``--max-total-tokens``: the target's own size is not known yet when the drafter starts.
+    """
+    if args.max_total_tokens is None:
+        return None
+    return args.max_total_tokens + args.max_running_requests * (args.speculative_num_steps + 1)
 
 
 def decode_graphs_disabled(args: PSDServerArgs) -> bool:

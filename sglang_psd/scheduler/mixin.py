@@ -198,6 +198,10 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
         self.psd_timer.stop(timer)
         slot.in_flight = InFlight(batch.copy(), result, launch_s, taken, sizes, timer)
         slot.last = batch
+        for other in self.psd_slots:
+            # A prompt read in chunks goes on in whichever slot comes next: the one it left must not count it.
+            if other is not slot and other.last is not None and other.last.chunked_req in batch.reqs:
+                other.last.filter_batch(chunked_req_to_exclude=other.last.chunked_req)
 
     def _psd_finish(self, slot: Slot) -> None:
         """Process what ``slot`` has in flight, if anything: commit first, book-keep after."""

@@ -89,8 +89,8 @@ def filtered_probs(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     ordered, index = probs.sort(dim=-1, descending=True)
     mass_before = ordered.cumsum(dim=-1) - ordered
     rank = torch.arange(probs.shape[-1], device=probs.device)
-    keep = rank < filters.top_ks.view(-1, 1, 1)
-    keep &= mass_before <= filters.top_ps.view(-1, 1, 1)
+    keep = mass_before <= filters.top_ps.view(-1, 1, 1)
+    keep &= rank < filters.top_ks.view(-1, 1, 1)
     keep &= ordered >= ordered[..., :1] * filters.min_ps.view(-1, 1, 1)
     kept = torch.where(keep, ordered, 0.0)
     kept = kept / kept.sum(dim=-1, keepdim=True)

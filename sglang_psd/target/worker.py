@@ -60,6 +60,11 @@ def is_greedy(req: Req) -> bool:
     return req.sampling_params.top_k <= 1
 
 
+def default_seed(server_args) -> int | None:
+    """Seed of requests that bring none: 42 under ``--enable-deterministic-inference``, as in SGLang."""
+    return 42 if server_args.enable_deterministic_inference else None
+
+
 def chain_verify_input(num_tokens: int, positions: torch.Tensor | None) -> DFlashVerifyInput:
     """Describe a linear verify of ``num_tokens`` per request to attention backends and graph runner.
 
@@ -95,6 +100,7 @@ class PSDWorker(BaseSpecWorker):
         self.context_len: int = self.model_runner.model_config.context_len
         # All ranks draw the same numbers: same seed, same sequence of calls.
         self._random = np.random.default_rng([server_args.random_seed, 0x505344])
+        self._default_seed = default_seed(server_args)
         self._staged: list[DraftRow | None] | None = None
         self._pin = self.device != "cpu"
 
@@ -242,7 +248,8 @@ class PSDWorker(BaseSpecWorker):
         logits[:, 0] = first.next_token_logits
 
     def _filters(self, reqs: list[Req], info: SamplingBatchInfo) -> Filters:
-        seeds = [req.sampling_params.sampling_seed for req in reqs]
+        own = [req.sampling_params.sampling_seed for req in reqs]
+        seeds = [self._default_seed if seed is None else seed for seed in own]
         sampled = [not is_greedy(req) for req in reqs]
         any_seeded = any(wanted and seed is not None for wanted, seed in zip(sampled, seeds))
         greedy = info.top_ks <= 1

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.rig.oracle import Oracle
 
 # What building a scheduler and a drafter imports late: seconds per case, unless the test process has it already.
 PRELOADED = (
@@ -50,3 +54,11 @@ def run_case(sglang_loaded: None) -> Callable[..., Any]:
     from tests.rig.fork import run_forked
 
     return run_forked
+
+
+@pytest.fixture(scope="session")
+def oracle(run_case: Callable[..., Any], models: Path) -> Oracle:
+    """What plain SGLang answers."""
+    from tests.rig.oracle import Oracle
+
+    return Oracle(run_case, models)

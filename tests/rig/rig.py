@@ -15,6 +15,9 @@ from typing import Any, Iterable, Sequence
 
 from tests.rig.drafter import ForkedDrafter
 
+# Prompt, most new tokens, and what else ``Rig.submit`` takes.
+Ask = tuple[list[int], int, dict[str, Any]]
+
 KV_TOKENS = 4096
 MAX_RUNNING = 16
 RANDOM_SEED = 1234
@@ -104,6 +107,7 @@ class Rig:
     ):
         self._requests: dict[str, Any] = {}
         self._logprobs: dict[str, tuple[list, list]] = {}
+        self._dropped: set[str] = set()
         self.rows: list[list[Row]] = []
         self.drafter: ForkedDrafter | None = None
         options = dict(
@@ -231,7 +235,12 @@ class Rig:
         """Abort one request, or all."""
         from sglang.srt.managers.io_struct import AbortReq
 
-        self.scheduler.process_input_requests([AbortReq(rid=rid, abort_all=everyone)])
+        self.tell(AbortReq(rid=rid, abort_all=everyone))
+
+    def tell(self, message: Any) -> None:
+        """Hand any of SGLang's control messages to the scheduler."""
+        self.scheduler.process_input_requests([message])
+        self._read_sent()
 
     def request(self, rid: str):
         """SGLang's ``Req`` object."""
@@ -248,7 +257,7 @@ class Rig:
                 self._stock_turn()
             else:
                 self._psd_turn()
-        self._collect_logprobs()
+        self._read_sent()
 
     def _psd_turn(self) -> None:
         from sglang_psd.scheduler.slots import next_turn
@@ -277,6 +286,10 @@ class Rig:
             scheduler.on_idle()
         scheduler.last_batch = batch
 
+    def unfinished(self) -> list[str]:
+        """Ids of requests that have not ended."""
+        return [rid for rid, req in self._requests.items() if not req.finished() and rid not in self._dropped]
+
     def turns(self, count: int) -> None:
         """``count`` turns."""
         for _ in range(count):
@@ -285,21 +298,21 @@ class Rig:
     def run_until_done(self, max_turns: int = 20_000) -> None:
         """Turn until every request has ended and nothing is in flight."""
         for _ in range(max_turns):
-            if all(req.finished() for req in self._requests.values()) and self.scheduler.is_fully_idle():
+            if not self.unfinished() and self.scheduler.is_fully_idle():
                 return
             self.turn()
-        stuck = [rid for rid, req in self._requests.items() if not req.finished()]
+        stuck = self.unfinished()
         raise AssertionError(f"not idle after {max_turns} turns; unfinished: {stuck}")
 
-    def run(self, prompts: Iterable[Sequence[int]], max_new_tokens: int, **sampling: Any) -> list[Output]:
-        """Submit the prompts together, run until done, and return their outputs in order."""
-        rids = [self.submit(ids, max_new_tokens, **sampling) for ids in prompts]
+    def run(self, asks: Iterable[Ask]) -> list[Output]:
+        """Submit together, run until done, and return the outputs in order."""
+        rids = [self.submit(ids, length, **options) for ids, length, options in asks]
         self.run_until_done()
         return [self.output(rid) for rid in rids]
 
-    def run_each(self, prompts: Iterable[Sequence[int]], max_new_tokens: int, **sampling: Any) -> list[Output]:
+    def run_each(self, asks: Iterable[Ask]) -> list[Output]:
         """As ``run``, one request at a time."""
-        return [self.run([ids], max_new_tokens, **sampling)[0] for ids in prompts]
+        return [self.run([ask])[0] for ask in asks]
 
     # --- results --------------------------------------------------------------------------------
 
@@ -309,7 +322,7 @@ class Rig:
         values, tops = self._logprobs.get(rid, ([], []))
         return Output(
             ids=list(req.output_ids_through_stop),
-            finish=req.finished_reason.to_json() if req.finished_reason else None,
+            finish=self._finish_of(rid),
             rounds=req.spec_verify_ct,
             accepted=req.spec_num_correct_drafts,
             retractions=req.retraction_count,
@@ -322,19 +335,29 @@ class Rig:
         """Outputs of all requests so far, by id."""
         return {rid: self.output(rid) for rid in self._requests}
 
-    def _collect_logprobs(self) -> None:
-        """Gather log probabilities from the messages to the client."""
-        from sglang.srt.managers.io_struct import BatchTokenIDOutput
+    def _finish_of(self, rid: str) -> dict | None:
+        reason = self._requests[rid].finished_reason
+        if reason is not None:
+            return reason.to_json()
+        return {"type": "abort"} if rid in self._dropped else None
 
-        while self.sent:
-            message = self.sent.pop()
-            if not isinstance(message, BatchTokenIDOutput) or message.output_token_logprobs_val is None:
-                continue
-            for i, rid in enumerate(message.rids):
-                values, tops = self._logprobs.setdefault(rid, ([], []))
-                values.extend(message.output_token_logprobs_val[i])
-                rows = zip(message.output_top_logprobs_val[i], message.output_top_logprobs_idx[i])
-                tops.extend([list(zip(val, idx)) for val, idx in rows if val is not None])
+    def _read_sent(self) -> None:
+        """Go through the messages to the client: aborts of waiting requests, and log probabilities."""
+        from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput
+
+        for message in self.sent:
+            if isinstance(message, AbortReq):
+                self._dropped.add(message.rid)
+            elif isinstance(message, BatchTokenIDOutput) and message.output_token_logprobs_val is not None:
+                self._add_logprobs(message)
+        self.sent.clear()
+
+    def _add_logprobs(self, message: Any) -> None:
+        for i, rid in enumerate(message.rids):
+            values, tops = self._logprobs.setdefault(rid, ([], []))
+            values.extend(message.output_token_logprobs_val[i])
+            rows = zip(message.output_top_logprobs_val[i], message.output_top_logprobs_idx[i])
+            tops.extend([list(zip(val, idx)) for val, idx in rows if val is not None])
 
     def rounds_of(self, rid: str) -> list[Row]:
         """The rounds of one request, in order."""
@@ -363,6 +386,8 @@ class Rig:
             client = scheduler.psd_client
             assert client.usable, f"the drafter was lost: {client.failure}"
             assert client.open_requests == 0, f"{client.open_requests} requests are still open"
+            late = scheduler.psd_stats.late_rows
+            assert late == 0, f"{late} drafts were awaited in vain"
             stats = client.ping()
             assert stats is not None, "the drafter does not answer"
             assert stats.open_requests == 0, f"the drafter still holds {stats.open_requests} requests"

@@ -1,0 +1,101 @@
+"""Servers shared by the tests of the users' doors.
+
+Three processes start once per session: an Engine without speculation (the oracle), a server behind ``sglang serve`` and
+one behind ``python -m sglang.launch_server``. The last tests of the session end the servers the way users do.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sglang_psd.resources import TINY_TARGET, load_prompts
+from sglang_psd.server_process import ServerProcess
+from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, PSD_FLAGS, SERVE
+
+START_TIMEOUT_S = 420.0
+NUM_PROMPTS = 8
+MAX_TOKENS = 64
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder for server logs and traces."""
+    return tmp_path_factory.mktemp("e2e")
+
+
+def run_script(name: str, *arguments: str, timeout_s: float = START_TIMEOUT_S) -> dict:
+    """Run ``tests/e2e/<name>`` in a fresh interpreter; its last line is JSON."""
+    script = Path(__file__).parent / name
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=ENVIRONMENT,
+        cwd=script.parents[2],
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def oracle(served, launched) -> dict:
+    """Greedy answers of the same target without speculation: ``texts`` and ``ids`` per prompt.
+
+    Depends on the servers only so that all three processes load side by side.
+    """
+    return run_script("engine_plain.py")
+
+
+@pytest.fixture(scope="session")
+def served(logs: Path) -> Iterator[ServerProcess]:
+    """A PSD server started with ``sglang serve``; ready when first used."""
+    flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, *PSD_FLAGS, "--psd-mode", "parallel"]
+    flags += ["--psd-trace", str(logs / "served.jsonl"), "--enable-metrics"]
+    server = ServerProcess(flags, logs / "served.log", SERVE, ENVIRONMENT)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def launched(logs: Path) -> Iterator[ServerProcess]:
+    """A PSD server started with ``python -m sglang.launch_server``, configured through ``--psd-config``."""
+    config = logs / "psd.json"
+    config.write_text(json.dumps({"mode": "sequential", "integrity_checks": True}))
+    flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, *PSD_FLAGS, "--psd-config", str(config)]
+    server = ServerProcess(flags, logs / "launched.log", environment=ENVIRONMENT)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def served_url(served: ServerProcess) -> str:
+    """Address of ``served``, once it is ready."""
+    served.wait_ready(START_TIMEOUT_S)
+    return served.url
+
+
+@pytest.fixture(scope="session")
+def launched_url(launched: ServerProcess) -> str:
+    """Address of ``launched``, once it is ready."""
+    launched.wait_ready(START_TIMEOUT_S)
+    return launched.url
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[str]:
+    """User messages the doors are tried with."""
+    return load_prompts(NUM_PROMPTS)
+
+
+def process_tree(server: ServerProcess) -> list[psutil.Process]:
+    """The launcher and everything below it."""
+    root = psutil.Process(server.pid)
+    return [root, *root.children(recursive=True)]

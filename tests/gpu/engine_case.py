@@ -1,0 +1,46 @@
+"""One Engine on the GPU answers prompts greedily; ``argv[1]`` is JSON: Engine keywords and sizes. Prints JSON."""
+
+import json
+import sys
+import time
+
+import sglang as sgl
+from transformers import AutoTokenizer
+
+from sglang_psd.resources import TINY_TARGET, load_prompts
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    tokenizer = AutoTokenizer.from_pretrained(TINY_TARGET)
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+        for prompt in load_prompts(case["num_prompts"])
+    ]
+    started = time.monotonic()
+    engine = sgl.Engine(model_path=str(TINY_TARGET), random_seed=1, log_level="warning", **case["engine"])
+    ready_s = time.monotonic() - started
+    sampling = {"temperature": 0, "max_new_tokens": case["max_new_tokens"]}
+    options = {"return_logprob": True, "top_logprobs_num": 2} if case["with_gaps"] else {}
+    answers = engine.generate(prompts, sampling, **options)
+    started = time.monotonic()
+    answers = engine.generate(prompts, sampling, **options)
+    wall_s = time.monotonic() - started
+    info = engine.get_server_info()["internal_states"][0]
+    engine.shutdown()
+    result = {
+        "ids": [list(answer["output_ids"]) for answer in answers],
+        "gaps": [[top[0][0] - top[1][0] for top in answer["meta_info"]["output_top_logprobs"]] for answer in answers]
+        if case["with_gaps"]
+        else None,
+        "accept": [answer["meta_info"].get("spec_accept_length") for answer in answers],
+        "verifies": [answer["meta_info"].get("spec_verify_ct") for answer in answers],
+        "psd": info.get("psd"),
+        "ready_s": round(ready_s, 1),
+        "wall_s": round(wall_s, 3),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Greedy identity, accept length and overlap on real GPUs, flashinfer backend, CUDA graphs on.
+
+All engines start side by side in processes of their own. With ``PSD_RESULTS`` set, what they showed is written there
+as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
+from tests.e2e.flags import ENVIRONMENT
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: one for each model"),
+]
+
+NUM_PROMPTS = 32
+MAX_NEW_TOKENS = 128
+TIMEOUT_S = 400
+# Top-2 gap (in log-probability) below which a bf16 forward may legitimately pick the other token: bf16 logits of
+# magnitude 8 to 16 are 0.06 apart.
+TIE_GAP = 0.1
+
+# All engines share the GPUs and start side by side: a bounded pool each, and slack in what SGLang measures.
+MEMORY = {"mem_fraction_static": 0.6, "max_total_tokens": 32768, "attention_backend": "flashinfer"}
+
+
+def psd(mode: str, steps: int, draft: Path = TINY_DRAFT, **more) -> dict:
+    """Engine keywords of a PSD case."""
+    return {
+        **MEMORY,
+        "speculative_algorithm": "PSD",
+        "speculative_draft_model_path": str(draft),
+        "speculative_num_steps": steps,
+        "psd_mode": mode,
+        "psd_drafter_mem_fraction": 0.6,
+        **more,
+    }
+
+
+EXACT = {"enable_deterministic_inference": True}
+CASES: dict[str, dict] = {
+    "plain": dict(MEMORY),
+    "plain_exact": {**MEMORY, **EXACT},
+    "parallel_k3": psd("parallel", 3),
+    "sequential_k3": psd("sequential", 3),
+    "parallel_k1": psd("parallel", 1),
+    "parallel_k5_page16": psd("parallel", 5, page_size=16),
+    "parallel_k3_exact": psd("parallel", 3, **EXACT),
+    "sequential_k5_exact": psd("sequential", 5, **EXACT),
+    "same_k3": psd("parallel", 3, draft=TINY_TARGET),
+    "same_k5_page16": psd("sequential", 5, draft=TINY_TARGET, page_size=16),
+    "shared_gpu_k3": psd("parallel", 3, psd_drafter_device="cuda:0"),
+}
+
+
+@pytest.fixture(scope="session")
+def outcomes() -> dict[str, dict]:
+    """Result of every case; a case that failed holds ``{"error": ...}``."""
+    script = Path(__file__).parent / "engine_case.py"
+    running = {}
+    for name, engine in CASES.items():
+        case = {
+            "engine": engine,
+            "num_prompts": NUM_PROMPTS,
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "with_gaps": name.startswith("plain"),
+        }
+        running[name] = subprocess.Popen(
+            [sys.executable, str(script), json.dumps(case)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        )
+    results = {}
+    for name, process in running.items():
+        try:
+            out, err = process.communicate(timeout=TIMEOUT_S)
+            last = out.strip().splitlines()[-1] if out.strip() else ""
+            results[name] = json.loads(last) if process.returncode == 0 else {"error": err[-3000:]}
+        except subprocess.TimeoutExpired:
+            process.kill()
+            results[name] = {"error": "timed out\n" + (process.communicate()[1] or "")[-3000:]}
+    write_results(results)
+    return results
+
+
+def first_differences(plain: dict, other: dict) -> list[tuple[int, int, float]]:
+    """Where each answer first departs from the plain one: (prompt, position, plain top-2 gap there)."""
+    found = []
+    for i, (expected, got) in enumerate(zip(plain["ids"], other["ids"])):
+        if expected != got:
+            length = min(len(expected), len(got))
+            at = next((j for j in range(length) if expected[j] != got[j]), length)
+            found.append((i, at, round(plain["gaps"][i][at], 5) if at < len(expected) else 0.0))
+    return found
+
+
+def write_results(results: dict[str, dict]) -> None:
+    """Save figures and differences where ``PSD_RESULTS`` says."""
+    folder = os.environ.get("PSD_RESULTS")
+    if not folder:
+        return
+    summary: dict = {
+        "command": "PSD_RESULTS=docs/results python -m pytest tests/gpu/test_gpu_identity.py",
+        "gpu": torch.cuda.get_device_name(0),
+        "num_gpus": torch.cuda.device_count(),
+        "torch": torch.__version__,
+        "num_prompts": NUM_PROMPTS,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "cases": {},
+    }
+    for name, result in results.items():
+        if "error" in result:
+            summary["cases"][name] = {"error": result["error"][-1500:]}
+            continue
+        plain = results["plain_exact" if name.endswith("_exact") else "plain"]
+        differences = first_differences(plain, result) if "error" not in plain else None
+        summary["cases"][name] = {
+            "differences": differences,
+            "identical": NUM_PROMPTS - len(differences) if differences is not None else None,
+            "tokens": sum(len(ids) for ids in result["ids"]),
+            "wall_s": result["wall_s"],
+            "ready_s": result["ready_s"],
+            "psd": result["psd"],
+        }
+    Path(folder, "gpu_identity.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_engine_answers(name: str, outcomes: dict[str, dict]) -> None:
+    """Every case starts and answers every prompt."""
+    assert "error" not in outcomes[name], outcomes[name]["error"]
+    assert all(outcomes[name]["ids"])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("plain")])
+def test_greedy_text_differs_at_ties_only(name: str, outcomes: dict[str, dict]) -> None:
+    """bf16: a first difference only where the plain run's two best tokens are as good as equal."""
+    plain = outcomes["plain_exact" if name.endswith("_exact") else "plain"]
+    wide = [item for item in first_differences(plain, outcomes[name]) if item[2] > TIE_GAP]
+    assert not wide, wide
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("_exact") and name != "plain_exact"])
+def test_exact_mode_is_identical(name: str, outcomes: dict[str, dict]) -> None:
+    """With SGLang's deterministic kernels the texts are equal bit by bit."""
+    assert outcomes[name]["ids"] == outcomes["plain_exact"]["ids"]
+
+
+@pytest.mark.parametrize(("name", "steps"), [("same_k3", 3), ("same_k5_page16", 5)])
+def test_draft_equal_to_target_is_accepted(name: str, steps: int, outcomes: dict[str, dict]) -> None:
+    """Accept length over 0.98 (K + 1): what is missing are ties and the last round of each answer."""
+    result = outcomes[name]
+    full = sum(-(-(len(ids) - 1) // (steps + 1)) for ids in result["ids"])
+    assert sum(result["verifies"]) <= full / 0.98
+
+
+def test_parallel_mode_overlaps(outcomes: dict[str, dict]) -> None:
+    """The drafter works while the target verifies."""
+    assert outcomes["parallel_k3"]["psd"]["overlap_fraction"] > 0.2
+    assert outcomes["sequential_k3"]["psd"]["overlap_fraction"] < outcomes["parallel_k3"]["psd"]["overlap_fraction"]

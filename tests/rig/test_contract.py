@@ -1,0 +1,158 @@
+"""What this package relies on in SGLang: predicates, worker contract, ledger."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+# Every public method of SGLang's algorithm enum, and what PSD answers. A new SGLang that asks something else fails here.
+ANSWERS = {
+    "is_some": True,
+    "is_none": False,
+    "is_speculative": True,
+    "is_eagle": False,
+    "is_eagle3": False,
+    "is_frozen_kv_mtp": False,
+    "is_dflash": False,
+    "is_dspark": False,
+    "is_dflash_family": False,
+    "is_standalone": False,
+    "is_ngram": False,
+    "supports_target_verify_for_draft": False,
+    "supports_ragged_verify": False,
+    "supports_grammar_overlap": False,
+    "has_draft_kv": False,
+    "carries_draft_hidden_states": False,
+    "need_topk": False,
+}
+CALLABLES = {
+    "create_future_map",
+    "build_disagg_draft_input",
+    "handle_server_args",
+    "get_num_tokens_per_req_for_target_verify",
+    "get_num_tokens_per_bs_for_target_verify",
+    "create_worker",
+}
+CLASS_LEVEL = {"from_string", "register"}
+
+
+@pytest.fixture(scope="module")
+def algorithm(sglang_loaded):
+    """The registered PSD entry."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    return SpeculativeAlgorithm.from_string("psd")
+
+
+@pytest.mark.parametrize("predicate", sorted(ANSWERS))
+def test_predicate(predicate: str, algorithm) -> None:
+    """Each answer is a decision, written down above."""
+    assert getattr(algorithm, predicate)() is ANSWERS[predicate]
+
+
+def test_no_method_is_missing(algorithm) -> None:
+    """``CustomSpecAlgo`` lacks methods that core calls; SGLang's own conformance test looks at some names only."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    asked = {name for name, value in vars(SpeculativeAlgorithm).items() if inspect.isfunction(value)}
+    asked = {name for name in asked if not name.startswith("_")}
+    assert asked == set(ANSWERS) | CALLABLES
+    assert all(callable(getattr(algorithm, name)) for name in asked)
+    assert algorithm.get_num_tokens_per_req_for_target_verify(4, False) == 4
+
+
+def test_hooks_are_applied_and_fit(sglang_loaded) -> None:
+    """All hooks are in place after loading, and the ledger names this SGLang's sources."""
+    from sglang_psd.hooks import verify_applied
+    from sglang_psd.ledger import check_all
+
+    verify_applied()
+    assert [finding for finding in check_all() if finding.problem] == []
+
+
+def test_worker_has_what_the_scheduler_calls(sglang_loaded) -> None:
+    """Every public member of ``BaseSpecWorker`` exists on the worker; nothing abstract is left."""
+    from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+    from sglang_psd.target.worker import PSDWorker
+
+    public = {name for name in vars(BaseSpecWorker) if not name.startswith("_")}
+    assert public <= set(dir(PSDWorker))
+    assert not inspect.isabstract(PSDWorker)
+
+
+BASE = {"speculative_algorithm": "PSD", "speculative_num_steps": 3}
+REFUSED = [
+    ({}, "--speculative-draft-model-path"),
+    ({"draft": "D_mid", "pp_size": 2}, "--pp-size"),
+    ({"draft": "D_mid", "dp_size": 2}, "--dp-size"),
+    ({"draft": "D_mid", "enable_lora": True}, "--enable-lora"),
+    ({"draft": "D_mid", "enable_mixed_chunk": True}, "--enable-mixed-chunk"),
+    ({"draft": "D_mid", "speculative_num_steps": 0}, "--speculative-num-steps"),
+    ({"draft": "D_mid", "speculative_num_draft_tokens": 9}, "--speculative-num-draft-tokens"),
+    ({"draft": "D_mid", "speculative_eagle_topk": 4}, "--speculative-eagle-topk"),
+    ({"draft": "D_mid", "psd_mode": "sideways"}, "--psd-mode"),
+    ({"draft": "D_mid", "psd_drafter_mem_fraction": 1.5}, "--psd-drafter-mem-fraction"),
+    ({"draft": "D_mid", "psd_config": '{"speed": 11}'}, "speed"),
+    ({"draft": "D_mid", "psd_trace": "/nonexistent/folder/trace.jsonl"}, "--psd-trace"),
+    ({"draft": "D_tok"}, "--speculative-draft-model-path"),
+]
+
+
+@pytest.mark.parametrize(("given", "named"), REFUSED)
+def test_bad_arguments_name_their_flag(given: dict, named: str, models, run_case) -> None:
+    """One sentence, the flag at fault in it."""
+    message = run_case(refusal, models, given)
+    assert message is not None and named in message and "\n" not in message, message
+
+
+def refusal(models, given: dict) -> str | None:
+    """Message of the error that building the arguments raises; None when they are accepted."""
+    from sglang_psd.errors import PSDConfigError
+    from sglang_psd.server_args import PSDServerArgs
+
+    keywords = {**BASE, **given}
+    draft = keywords.pop("draft", None)
+    if draft is not None:
+        keywords["speculative_draft_model_path"] = str(models / draft)
+    try:
+        PSDServerArgs(model_path=str(models / "T"), **keywords)
+    except PSDConfigError as error:
+        return str(error)
+    return None
+
+
+def test_flag_without_the_algorithm_is_refused(models, run_case) -> None:
+    """A PSD flag that would be ignored is an error."""
+    message = run_case(
+        refusal, models, {"speculative_algorithm": None, "speculative_num_steps": None, "psd_mode": "parallel"}
+    )
+    assert message is not None and "--speculative-algorithm PSD" in message
+
+
+def resolved(models, given: dict) -> dict:
+    """Fields after resolution, and again after ``dataclasses.replace`` and pickling."""
+    import dataclasses
+    import pickle
+
+    from sglang_psd.server_args import PSDServerArgs
+
+    args = PSDServerArgs(
+        model_path=str(models / "T"), speculative_draft_model_path=str(models / "D_mid"), **{**BASE, **given}
+    )
+    again = pickle.loads(pickle.dumps(dataclasses.replace(args)))
+    names = ("speculative_algorithm", "speculative_num_draft_tokens", "psd_mode", "psd_proposal_top_m")
+    return {"first": [getattr(args, n) for n in names], "again": [getattr(again, n) for n in names]}
+
+
+def test_resolution_survives_copies(models, run_case) -> None:
+    """The validator is idempotent and fields travel."""
+    got = run_case(resolved, models, {"psd_config": '{"mode": "sequential", "proposal_top_m": 8}'})
+    assert got["first"] == got["again"] == ["PSD", 4, "sequential", 8]
+
+
+def test_off_is_stock_sglang(models, run_case) -> None:
+    """``--psd-mode off`` leaves no trace of speculation in the arguments."""
+    got = run_case(resolved, models, {"psd_mode": "off"})
+    assert got["first"][:3] == got["again"][:3] == [None, None, "off"]
