@@ -13,6 +13,10 @@ from typing import Any
 from sglang_psd.config import ALGORITHM
 
 _SRT = "sglang.srt."
+# Position of ``spec_info`` in FlashInferIndicesUpdaterPrefill.call_begin_forward, without self.
+SPEC_INFO_ARGUMENT = 11
+# A split size no sequence reaches, in tokens.
+UNSPLIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,21 @@ def warm_up_verify_input(original, spec_algorithm, server_args, custom_mask, num
     from sglang_psd.target.worker import chain_verify_input
 
     return chain_verify_input(num_tokens_per_req, None)
+
+
+def batch_invariant_verify(original, updater, *args, **kwargs):
+    """Under deterministic inference, plan a verify without splitting KV, as a decode is planned.
+
+    FlashInfer would split long KV differently for each batch size, and the logits of a chunk would differ from
+    those of single tokens in their last bits.
+    """
+    if updater.attn_backend.enable_deterministic and kwargs.get("fixed_split_size") is None:
+        from sglang_psd.target.worker import ChainVerifyInput
+
+        spec_info = args[SPEC_INFO_ARGUMENT] if len(args) > SPEC_INFO_ARGUMENT else kwargs.get("spec_info")
+        if isinstance(spec_info, ChainVerifyInput):
+            kwargs["fixed_split_size"] = UNSPLIT
+    return original(updater, *args, **kwargs)
 
 
 def exact_decode_reserve(original, server_args=None):
@@ -124,6 +143,12 @@ HOOKS: tuple[Hook, ...] = (
         _SRT + "speculative.spec_info.create_dummy_verify_input",
         "AROUND",
         _constant(warm_up_verify_input),
+    ),
+    Hook(
+        "verify_split",
+        _SRT + "layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.call_begin_forward",
+        "AROUND",
+        _constant(batch_invariant_verify),
     ),
     Hook(
         "decode_reserve",

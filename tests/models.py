@@ -16,7 +16,7 @@ positions, KV or acceptance changes it at once.
 ``Q_mid``      ``Q`` plus noise
 ``S``          target of the law tests: 16 tokens, flat logits, no tokenizer
 ``S_near``     a draft that resembles ``S``
-``S_far``      a draft that does not
+``S_far``      a draft that resembles it less
 =============  ====================================================================================
 """
 
@@ -64,20 +64,20 @@ def build_tokenizer(rotate: int = 0):
 
 
 def _shape(hidden: int, vocab: int, context: int, spread: float) -> dict:
-    return dict(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=context,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        initializer_range=spread,
-    )
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": context,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+        "initializer_range": spread,
+    }
 
 
 def _llama(seed: int, *, hidden: int = 64, vocab: int = VOCAB_SIZE, context: int = CONTEXT_LEN, spread: float = 0.35):
@@ -127,7 +127,7 @@ def _flatten(model, scale: float):
 def build_models(folder: Path) -> Path:
     """Write every model of the table above into ``folder`` and return it."""
     plain = build_tokenizer()
-    small = dict(vocab=SMALL_VOCAB_SIZE, context=64)
+    small = {"vocab": SMALL_VOCAB_SIZE, "context": 64}
     models = {
         "T": _llama(0),
         "D_same": _llama(0),
@@ -140,7 +140,7 @@ def build_models(folder: Path) -> Path:
         "Q_mid": _add_noise(_qwen(1), 0.02),
         "S": _flatten(_llama(20, **small), 0.5),
         "S_near": _flatten(_add_noise(_llama(20, **small), 0.1), 0.5),
-        "S_far": _flatten(_llama(21, **small), 0.5),
+        "S_far": _flatten(_add_noise(_llama(20, **small), 0.4), 0.5),
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)

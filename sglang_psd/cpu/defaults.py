@@ -55,6 +55,8 @@ def fill_server_args(args: ServerArgs) -> None:
     args.device = "cpu"
     args.disable_cuda_graph = True
     args.disable_overlap_schedule = True
+    # A scheduler that polls while idle takes a core from everybody else.
+    args.sleep_on_idle = True
     if args.attention_backend is None:
         args.attention_backend = "torch_native"
     if args.dtype == "auto":

@@ -81,12 +81,22 @@ def run_mode(options: DemoOptions, mode: str, folder: Path, console: Console) ->
     with ServerProcess(server_flags(options, mode, trace), folder / f"server-{mode}.log") as server:
         start_s = _wait_with_spinner(server, mode, console)
         prompts = load_prompts(options.requests)
-        # The same chats once before: first use compiles, fills caches and is not what one wants to see timed.
-        stream_chats(server.url, prompts, options.max_tokens, lambda answers: None)
+        warm_up(server.url, prompts, options.max_tokens)
         before = _psd_figures(server.url)
         run = _stream_live(server, mode, prompts, options.max_tokens, console)
         figures = _psd_figures(server.url) if before is not None else {}
         return ModeResult(mode, start_s, run, figures or {})
+
+
+def warm_up(url: str, prompts: list[str], max_tokens: int) -> None:
+    """Answer each chat alone, then all of them once: first use compiles and fills caches.
+
+    Alone first, because a GPU computes a prompt's KV with other last bits when other prompts share its batch; the timed
+    chats then start from cached prompts that are equal in all modes.
+    """
+    for prompt in prompts:
+        stream_chats(url, [prompt], 1, lambda answers: None)
+    stream_chats(url, prompts, max_tokens, lambda answers: None)
 
 
 def _wait_with_spinner(server: ServerProcess, mode: str, console: Console) -> float:
@@ -108,6 +118,7 @@ def _stream_live(server: ServerProcess, mode: str, prompts: list[str], max_token
 
         run = stream_chats(server.url, prompts, max_tokens, show)
         live.update(_progress_table(mode, run.answers), refresh=True)
+    console.print()
     return run
 
 

@@ -346,6 +346,7 @@ def _load_worker(spec: DrafterSpec) -> Any:
         "model_path": spec.model_path,
         "revision": spec.revision,
         "load_format": spec.load_format,
+        "quantization": spec.quantization,
         "trust_remote_code": spec.trust_remote_code,
         "context_length": spec.context_length,
         "device": spec.device,

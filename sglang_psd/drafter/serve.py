@@ -89,25 +89,23 @@ class DrafterLoop:
         self._channel.send(self._engine.draft(message.round_id, rows, message.num_steps, received_s))
 
 
-def bind_life_to_parent() -> int:
-    """Die with the parent, leave Ctrl-C to it, and return its pid.
+def bind_life_to_parent(parent_pid: int) -> None:
+    """Die with the parent and leave Ctrl-C to it.
 
     The scheduler ends this process (``Shutdown``, then SIGTERM); a Ctrl-C that reaches the whole process group must
     not race with that. If the parent is killed outright the kernel sends SIGKILL here.
     """
-    parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call took effect
-            os._exit(0)
+    if os.getppid() != parent_pid:  # it died while this interpreter was starting
+        os._exit(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return parent
 
 
 def main(argv: list[str]) -> int:
     """Entry point of the child process; ``argv[0]`` is a ``DrafterSpec`` as JSON."""
-    parent_pid = bind_life_to_parent()
     spec = msgspec.json.decode(argv[0], type=DrafterSpec)
+    bind_life_to_parent(spec.parent_pid)
     logging.basicConfig(
         level=spec.log_level.upper(), format="[%(asctime)s DRAFTER] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
     )
@@ -137,7 +135,7 @@ def main(argv: list[str]) -> int:
         engine.hello(0).kv_gb,
     )
     try:
-        DrafterLoop(engine, channel, parent_pid).run()
+        DrafterLoop(engine, channel, spec.parent_pid).run()
     except Exception as error:
         logger.exception("The drafter failed.")
         channel.send(Failure(f"{type(error).__name__}: {error}", fatal=True))

@@ -12,7 +12,9 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ----------
     endpoint : str
         ZMQ address to connect to.
-    model_path, revision, load_format, trust_remote_code
+    parent_pid : int
+        The scheduler; the drafter does not outlive it.
+    model_path, revision, load_format, quantization, trust_remote_code
         The draft checkpoint, as SGLang's flags of the same meaning.
     device : str
         ``cuda`` (the one visible device) or ``cpu``.
@@ -39,6 +41,7 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     endpoint: str
+    parent_pid: int
     model_path: str
     device: str
     device_label: str
@@ -53,6 +56,7 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     random_seed: int
     revision: str | None = None
     load_format: str = "auto"
+    quantization: str | None = None
     trust_remote_code: bool = False
     context_length: int | None = None
     kv_tokens: int | None = None

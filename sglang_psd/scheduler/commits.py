@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
+# Attribute of a request that remembers its stop tokens: they are looked up every round.
+_STOPS = "_psd_stop_tokens"
+
+
 def sequence_len(req: Req) -> int:
     """Committed length: prompt and output."""
     return len(req.origin_input_ids) + len(req.output_ids)
@@ -47,6 +51,9 @@ def may_end_with(req: Req, new_tokens: Sequence[int]) -> bool:
 
 def stop_tokens(req: Req) -> set[int]:
     """Token ids that end the request (``Req._check_token_based_finish`` in ``schedule_batch.py``)."""
+    known = getattr(req, _STOPS, None)
+    if known is not None:
+        return known
     params = req.sampling_params
     if params.ignore_eos:
         return set()
@@ -54,6 +61,7 @@ def stop_tokens(req: Req) -> set[int]:
     if req.tokenizer is not None:
         stops.add(req.tokenizer.eos_token_id)
         stops.update(getattr(req.tokenizer, "additional_stop_token_ids", None) or ())
+    setattr(req, _STOPS, stops)
     return stops
 
 

@@ -56,7 +56,9 @@ def choose_device(wanted: str | None, target_gpus: Sequence[int], num_gpus: int)
             )
         return DrafterDevice(None, shared=False)
     if wanted == "cpu":
-        return DrafterDevice(None, shared=False)
+        raise PSDConfigError(
+            "--psd-drafter-device cpu works with a target on the CPU only; name a GPU, or leave the flag out."
+        )
     if wanted is None:
         free = list(range(max(target_gpus) + 1, num_gpus))
         return DrafterDevice(free[0], False) if free else DrafterDevice(target_gpus[0], True)

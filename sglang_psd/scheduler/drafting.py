@@ -58,13 +58,16 @@ class DraftingMixin(_Base):
         return taken if taken is not None else Taken(rows=[None] * len(reqs))
 
     def _psd_settle(self, flight: InFlight) -> None:
-        """Cut accepted runs where the plain server would have stopped."""
+        """Fill ``flight.tokens``; cut accepted runs where the plain server would have stopped."""
+        flight.tokens = self._psd_new_tokens(flight)
         if flight.taken is None:
             return
         lengths = flight.result.accept_lens
-        for i, (req, tokens) in enumerate(zip(flight.batch.reqs, self._psd_new_tokens(flight))):
+        for i, (req, tokens) in enumerate(zip(flight.batch.reqs, flight.tokens)):
             if len(tokens) > 1:
-                lengths[i] = settled_len(req, tokens)
+                length = settled_len(req, tokens)
+                lengths[i] = length
+                del tokens[length:]
 
     def _psd_commit_early(self, flight: InFlight) -> float:
         """Send the tokens of requests that will certainly go on; the drafter starts while we book-keep."""
@@ -72,7 +75,7 @@ class DraftingMixin(_Base):
         if client is None or not client.usable:
             return time.monotonic()
         rows = []
-        for req, tokens in zip(flight.batch.reqs, self._psd_new_tokens(flight)):
+        for req, tokens in zip(flight.batch.reqs, flight.tokens):
             if tokens and client.is_open(req.rid) and not req.finished() and not may_end_with(req, tokens):
                 rows.append(commit_row(req, tokens, counted=False))
                 flight.committed.add(req.rid)

@@ -47,10 +47,12 @@ def drafter_spec(args: Any, config: PSDConfig, device: DrafterDevice, vocab_limi
     dtype = config.drafter_dtype or ("float32" if on_cpu else "auto")
     default_fraction = SHARED_GPU_FRACTION if device.shared else OWN_GPU_FRACTION
     return DrafterSpec(
-        endpoint="",
+        endpoint="",  # filled in by DrafterProcess
+        parent_pid=os.getpid(),
         model_path=str(args.speculative_draft_model_path),
         revision=args.speculative_draft_model_revision,
         load_format=args.speculative_draft_load_format or args.load_format,
+        quantization=args.speculative_draft_model_quantization,
         trust_remote_code=args.trust_remote_code,
         device="cpu" if on_cpu else "cuda",
         device_label=device.label,

@@ -30,6 +30,8 @@ class InFlight:
         Slot sizes at launch.
     timer : object
         Handle of ``ForwardTimer`` for the forward's begin and end.
+    tokens : list of list of int
+        What each request gains, once the result is on the host.
     committed : set of str
         Requests whose new tokens have been sent to the drafter.
     """
@@ -40,6 +42,7 @@ class InFlight:
     taken: Taken | None
     sizes: tuple[int, ...]
     timer: Any
+    tokens: list[list[int]] = field(default_factory=list)
     committed: set[str] = field(default_factory=set)
 
 

@@ -65,12 +65,16 @@ def default_seed(server_args) -> int | None:
     return 42 if server_args.enable_deterministic_inference else None
 
 
-def chain_verify_input(num_tokens: int, positions: torch.Tensor | None) -> DFlashVerifyInput:
-    """Describe a linear verify of ``num_tokens`` per request to attention backends and graph runner.
+class ChainVerifyInput(DFlashVerifyInput):
+    """A linear verify, as attention backends and graph runner see it.
 
     DFLASH verifies chains too: its input carries no mask, so every backend takes its causal path.
     """
-    return DFlashVerifyInput(
+
+
+def chain_verify_input(num_tokens: int, positions: torch.Tensor | None) -> ChainVerifyInput:
+    """Describe a linear verify of ``num_tokens`` per request."""
+    return ChainVerifyInput(
         draft_token=None,
         positions=positions,
         draft_token_num=num_tokens,

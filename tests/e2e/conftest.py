@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 
@@ -75,17 +76,28 @@ def launched(logs: Path) -> Iterator[ServerProcess]:
     server.stop()
 
 
+def warm_up(url: str, prompts: list[str]) -> None:
+    """Let the server read each prompt alone (see ``engine_plain.py``)."""
+    client = openai.OpenAI(base_url=url + "/v1", api_key="none")
+    for prompt in prompts:
+        client.chat.completions.create(
+            model="default", messages=[{"role": "user", "content": prompt}], temperature=0, max_tokens=1
+        )
+
+
 @pytest.fixture(scope="session")
-def served_url(served: ServerProcess) -> str:
-    """Address of ``served``, once it is ready."""
+def served_url(served: ServerProcess, launched: ServerProcess, prompts: list[str]) -> str:
+    """Address of ``served``, once it is ready; both servers load side by side."""
     served.wait_ready(START_TIMEOUT_S)
+    warm_up(served.url, prompts)
     return served.url
 
 
 @pytest.fixture(scope="session")
-def launched_url(launched: ServerProcess) -> str:
-    """Address of ``launched``, once it is ready."""
+def launched_url(served: ServerProcess, launched: ServerProcess, prompts: list[str]) -> str:
+    """Address of ``launched``, once it is ready; both servers load side by side."""
     launched.wait_ready(START_TIMEOUT_S)
+    warm_up(launched.url, prompts)
     return launched.url
 
 

@@ -27,11 +27,11 @@ async def stream_async(engine: sgl.Engine, prompt: str) -> list[str]:
 def main() -> None:
     prompts = json.loads(sys.argv[1])
     engine = sgl.Engine(model_path=str(TINY_TARGET), psd_mode="parallel", **BASE_KEYWORDS, **PSD_KEYWORDS)
+    for prompt in prompts:
+        engine.generate(prompt, {"temperature": 0, "max_new_tokens": 1})
     sync = engine.generate(prompts, SAMPLING)
-    loop = asyncio.get_event_loop_policy().new_event_loop()
-    asyncio.set_event_loop(loop)
-    concurrent = loop.run_until_complete(generate_async(engine, prompts))
-    streamed = loop.run_until_complete(stream_async(engine, prompts[0]))
+    concurrent = engine.loop.run_until_complete(generate_async(engine, prompts))
+    streamed = engine.loop.run_until_complete(stream_async(engine, prompts[0]))
     info = engine.get_server_info()
     children = [child.pid for child in psutil.Process().children(recursive=True)]
     engine.shutdown()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -36,8 +37,11 @@ def sglang_loaded() -> None:
     import gc
 
     import torch
+    import torch._dynamo
 
     torch.set_num_threads(1)
+    # SGLang compiles its penalty kernels; a fork would call the C++ compiler for half a minute to run them twice.
+    torch._dynamo.config.disable = True
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

@@ -12,8 +12,9 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing import Pipe
-from typing import Any, Callable
+from typing import Any
 
 POLL_S = 0.05
 

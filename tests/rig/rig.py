@@ -7,11 +7,13 @@ the drafter is a fork (see ``drafter.py``). A ``Rig`` lives in a forked process 
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Iterable, Sequence
+from typing import Any
 
 from tests.rig.drafter import ForkedDrafter
 
@@ -105,18 +107,19 @@ class Rig:
         config: dict[str, Any] | None = None,
         **server_args: Any,
     ):
+        self._numbers = itertools.count()
         self._requests: dict[str, Any] = {}
         self._logprobs: dict[str, tuple[list, list]] = {}
         self._dropped: set[str] = set()
         self.rows: list[list[Row]] = []
         self.drafter: ForkedDrafter | None = None
-        options = dict(
-            model_path=str(models / target),
-            max_total_tokens=KV_TOKENS,
-            max_running_requests=MAX_RUNNING,
-            random_seed=RANDOM_SEED,
-            log_level="warning",
-        )
+        options = {
+            "model_path": str(models / target),
+            "max_total_tokens": KV_TOKENS,
+            "max_running_requests": MAX_RUNNING,
+            "random_seed": RANDOM_SEED,
+            "log_level": "warning",
+        }
         if draft is not None:
             options.update(
                 speculative_algorithm="PSD",
@@ -184,9 +187,7 @@ class Rig:
                 lengths = flight.result.accept_lens.tolist()
                 drafts = [0 if row is None else len(row.tokens) for row in flight.taken.rows]
                 reqs = flight.batch.reqs
-                self.rows.append(
-                    [Row(req.rid, d, n, req.finished()) for req, d, n in zip(reqs, drafts, lengths)]
-                )
+                self.rows.append([Row(req.rid, d, n, req.finished()) for req, d, n in zip(reqs, drafts, lengths)])
             original(slot, flight, *args)
 
         scheduler._psd_record = record
@@ -207,10 +208,9 @@ class Rig:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        rid = rid or f"r{len(self._requests)}-"
-        params = SamplingParams(
-            max_new_tokens=max_new_tokens, **{"temperature": 0.0, "ignore_eos": True, **sampling}
-        )
+        # The dash keeps an abort of r1 from hitting r10: SGLang matches prefixes.
+        rid = rid or f"r{next(self._numbers)}-"
+        params = SamplingParams(max_new_tokens=max_new_tokens, **{"temperature": 0.0, "ignore_eos": True, **sampling})
         params.normalize(self.tokenizer)
         params.verify(self.scheduler.model_config.vocab_size)
         request = TokenizedGenerateReqInput(
@@ -228,7 +228,9 @@ class Rig:
             stream=False,
         )
         self.scheduler.process_input_requests([request])
-        self._requests[rid] = next(req for req in self.scheduler.waiting_queue if req.rid == rid)
+        # A constrained request waits for its grammar first.
+        queues = [*self.scheduler.waiting_queue, *self.scheduler.grammar_manager.grammar_queue]
+        self._requests[rid] = next(req for req in queues if req.rid == rid)
         return rid
 
     def abort(self, rid: str = "", everyone: bool = False) -> None:
@@ -275,9 +277,7 @@ class Rig:
         scheduler.process_input_requests([])
         if scheduler._engine_paused:
             return
-        plan = scheduler.get_next_batch_to_run(
-            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-        )
+        plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
         scheduler.running_batch = plan.running_batch
         batch = plan.batch_to_run
         if batch:
@@ -330,6 +330,13 @@ class Rig:
             logprobs=values,
             top_logprobs=tops,
         )
+
+    def forget(self) -> None:
+        """Drop what is kept of ended requests, for tests with thousands of them."""
+        assert not self.unfinished()
+        self._requests.clear()
+        self._logprobs.clear()
+        self.rows.clear()
 
     def outputs(self) -> dict[str, Output]:
         """Outputs of all requests so far, by id."""

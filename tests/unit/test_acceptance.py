@@ -54,18 +54,18 @@ def emitted(rows: VerifyRows, choice: torch.Tensor, probs: torch.Tensor | None) 
 
 def filters(batch: int, **changes) -> Filters:
     """Temperature 1, nothing cut."""
-    values = dict(
-        temperatures=torch.ones(batch),
-        top_ks=torch.full((batch,), 1 << 30),
-        top_ps=torch.ones(batch),
-        min_ps=torch.zeros(batch),
-        greedy=torch.zeros(batch, dtype=torch.bool),
-        seeded=torch.zeros(batch, dtype=torch.bool),
-        seeds=torch.zeros(batch, dtype=torch.int64),
-        any_sampled=True,
-        any_seeded=False,
-        any_filter=True,
-    )
+    values = {
+        "temperatures": torch.ones(batch),
+        "top_ks": torch.full((batch,), 1 << 30),
+        "top_ps": torch.ones(batch),
+        "min_ps": torch.zeros(batch),
+        "greedy": torch.zeros(batch, dtype=torch.bool),
+        "seeded": torch.zeros(batch, dtype=torch.bool),
+        "seeds": torch.zeros(batch, dtype=torch.int64),
+        "any_sampled": True,
+        "any_seeded": False,
+        "any_filter": True,
+    }
     return Filters(**{**values, **changes})
 
 
@@ -89,7 +89,9 @@ def chains(draw):
     p, q = laws(steps + 1), laws(steps)
     if draw(st.booleans()):
         q = p[:, :steps].clone()
-    drafts = torch.multinomial(q.reshape(-1, vocab).float(), 1, generator=generator).view(batch, steps) if steps else None
+    drafts = (
+        torch.multinomial(q.reshape(-1, vocab).float(), 1, generator=generator).view(batch, steps) if steps else None
+    )
     drafts = torch.empty(batch, 0, dtype=torch.int64) if drafts is None else drafts
     # A grid keeps float32 and float64 from disagreeing about a draw that sits exactly on an edge.
     uniforms = (torch.randint(0, 64, (batch, steps + 1), generator=generator).float() + 0.37) / 64

@@ -19,10 +19,9 @@ def test_known_values() -> None:
     assert torch.allclose(found, expected, atol=0, rtol=1e-15)
 
 
-
 def test_uniform() -> None:
     numbers = seeded_uniforms(torch.arange(200).view(-1, 1), torch.arange(100), 50).flatten()
-    assert 0 < numbers.min() and numbers.max() < 1
+    assert numbers.min() > 0 and numbers.max() < 1
     assert stats.kstest(numbers[::7].numpy(), "uniform").pvalue > 1e-3
 
 
@@ -58,4 +57,6 @@ def test_draws_follow_the_law() -> None:
         counts = torch.bincount(drawn, minlength=4)
         assert counts[1] == 0
         kept = counts[[0, 2, 3]].numpy()
-        assert stats.chisquare(kept, count * probs[[0, 2, 3]].double().numpy() / probs.sum().double().item()).pvalue > 1e-4
+        assert (
+            stats.chisquare(kept, count * probs[[0, 2, 3]].double().numpy() / probs.sum().double().item()).pvalue > 1e-4
+        )

@@ -1,0 +1,102 @@
+"""Options: what is accepted, what wins, and what the errors say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from sglang_psd.config import FLAG_FIELDS, PSDConfig, flag_name, load_config_source, resolve_config
+from sglang_psd.errors import PSDConfigError
+
+
+def test_defaults_are_valid_and_frozen() -> None:
+    config = PSDConfig()
+    assert config.num_slots == 2
+    assert PSDConfig(mode="sequential").num_slots == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.mode = "off"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "fast"}, ["--psd-mode", "parallel", "'fast'"]),
+        ({"mode": 3}, ["--psd-mode", "a string"]),
+        ({"loop": "never"}, ["'loop' in --psd-config", "overlapped"]),
+        ({"drafter_mem_fraction": 0.0}, ["--psd-drafter-mem-fraction", "between 0 and 1"]),
+        ({"drafter_mem_fraction": 1.0}, ["--psd-drafter-mem-fraction"]),
+        ({"drafter_mem_fraction": float("nan")}, ["--psd-drafter-mem-fraction"]),
+        ({"proposal_top_m": 0}, ["--psd-proposal-top-m", "at least 1"]),
+        ({"proposal_top_m": True}, ["--psd-proposal-top-m", "whole number"]),
+        ({"proposal_top_m": 2.5}, ["--psd-proposal-top-m", "whole number"]),
+        ({"min_parallel_requests": 1}, ["min_parallel_requests", "at least 2"]),
+        ({"rebalance_threshold": 1}, ["rebalance_threshold", "at least 2"]),
+        ({"draft_timeout_s": 0}, ["draft_timeout_s"]),
+        ({"draft_timeout_s": float("inf")}, ["draft_timeout_s"]),
+        ({"draft_timeout_s": float("nan")}, ["draft_timeout_s"]),
+        ({"start_timeout_s": -1}, ["start_timeout_s"]),
+        ({"integrity_checks": 1}, ["integrity_checks", "true or false"]),
+        ({"drafter_device": "tpu"}, ["--psd-drafter-device", "cuda:N or cpu", "'tpu'"]),
+        ({"drafter_device": "cuda:x"}, ["--psd-drafter-device"]),
+        ({"drafter_device": "cuda:"}, ["--psd-drafter-device"]),
+        ({"drafter_device": "cpu:0"}, ["--psd-drafter-device"]),
+        ({"trace": "/no/such/folder/trace.jsonl"}, ["--psd-trace", "create its folder"]),
+        ({"trace": "/"}, ["--psd-trace"]),
+    ],
+)
+def test_bad_values_name_the_option(options: dict, words: list[str]) -> None:
+    with pytest.raises(PSDConfigError) as error:
+        PSDConfig(**options)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:13", None])
+def test_devices(device: str | None) -> None:
+    assert PSDConfig(drafter_device=device).drafter_device == device
+
+
+def test_flags_win_over_json_over_defaults(tmp_path) -> None:
+    source = {"mode": "sequential", "proposal_top_m": 8}
+    file = tmp_path / "psd.json"
+    file.write_text(json.dumps(source))
+    for given in (source, json.dumps(source), f"  {json.dumps(source)} ", str(file)):
+        config = resolve_config({"mode": None, "proposal_top_m": 16}, given)
+        assert (config.mode, config.proposal_top_m, config.loop) == ("sequential", 16, "auto")
+    assert resolve_config({}, None) == PSDConfig()
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ('{"mode": ', "malformed JSON"),
+        ("{" * 10_000, "malformed JSON"),
+        ("[1, 2]", "readable file"),
+        ("no-such-file.json", "readable file"),
+        ("\0", "readable file"),
+        ({"modes": "off"}, "no option 'modes'"),
+        ('{"psd_mode": "off"}', "no option 'psd_mode'"),
+    ],
+)
+def test_bad_sources(source, word: str) -> None:
+    with pytest.raises(PSDConfigError, match=word):
+        resolve_config({}, source)
+
+
+def test_a_file_with_something_else(tmp_path) -> None:
+    file = tmp_path / "list.json"
+    file.write_text("[1]")
+    with pytest.raises(PSDConfigError, match="JSON object"):
+        load_config_source(str(file))
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(PSDConfigError, match="--psd-config"):
+        load_config_source(str(file))
+
+
+def test_every_field_says_how_it_is_set() -> None:
+    for field in dataclasses.fields(PSDConfig):
+        name = flag_name(field.name)
+        assert name.startswith("--psd-") == (field.name in FLAG_FIELDS)
+        assert "--psd-config" in name or field.name in FLAG_FIELDS

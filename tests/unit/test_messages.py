@@ -1,0 +1,177 @@
+"""The wire: every message survives it, and nothing else gets through."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_psd.channel import messages as m
+from sglang_psd.channel.transport import Channel, PrivateEndpoint
+from sglang_psd.errors import ProtocolError
+
+EXAMPLES = settings(max_examples=200, deadline=None)
+
+
+def proposals(
+    counts: tuple[int, ...] = (2, 0), steps: int = 2, sampled: tuple[int, ...] = (0,), top_m: int = 3
+) -> m.Proposals:
+    """Well-formed drafts for ``len(counts)`` requests."""
+    rows = len(counts)
+    ids = np.arange(len(sampled) * steps * top_m, dtype=m.TOKEN)
+    return m.Proposals(
+        round_id=7,
+        rids=[f"r{i}" for i in range(rows)],
+        base_lens=[10 + i for i in range(rows)],
+        counts=list(counts),
+        num_steps=steps,
+        tokens=np.arange(rows * steps, dtype=m.TOKEN).tobytes(),
+        sampled=list(sampled),
+        top_m=top_m,
+        law_ids=ids.tobytes(),
+        law_probs=(ids / 10).astype(m.PROB).tobytes(),
+        received_s=1.0,
+        started_s=2.0,
+        finished_s=3.0,
+    )
+
+
+SAMPLING = m.Sampling(greedy=False, temperature=0.7, top_k=5, top_p=0.9, min_p=0.0, seed=2**40)
+ALL = [
+    m.Open("r", np.array([1, 2, 3], m.TOKEN).tobytes(), SAMPLING),
+    m.Round(1, [m.RoundRow("r", 5, [7, 8])], 3),
+    proposals(),
+    m.Close(["r", "s"]),
+    m.Hello(m.SCHEMA_VERSION, 1, "cpu", 320, 512, 4096, 8, 0.1, 0.2, 0.3),
+    m.Ping(3),
+    m.Stats(3, 0, 10, 10, 1, 2),
+    m.Failure("out of memory", True),
+    m.Shutdown(),
+]
+
+
+@pytest.mark.parametrize("message", ALL, ids=lambda message: type(message).__name__)
+def test_round_trip(message: m.Message) -> None:
+    assert m.decode(m.encode(message)) == message
+
+
+def test_rows_are_split() -> None:
+    rows = m.unpack_rows(proposals())
+    assert rows["r0"].base_len == 10 and rows["r0"].tokens.tolist() == [0, 1]
+    assert rows["r0"].law_ids is not None and rows["r0"].law_ids.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert rows["r1"].tokens.tolist() == [] and rows["r1"].law_ids is None
+
+
+@given(st.binary(max_size=200))
+@EXAMPLES
+def test_random_bytes(data: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        m.decode(data)
+
+
+@given(st.sampled_from(ALL), st.data())
+@EXAMPLES
+def test_damaged_messages(message: m.Message, data) -> None:
+    """Flipped, cut or grown: it parses or it is refused by name."""
+    raw = bytearray(m.encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    raw = raw[: data.draw(st.integers(0, len(raw)))] + data.draw(st.binary(max_size=4))
+    try:
+        decoded = m.decode(bytes(raw))
+    except ProtocolError:
+        return
+    if isinstance(decoded, m.Proposals):
+        m.unpack_rows(decoded)
+
+
+@given(st.sampled_from(m.Proposals.__struct_fields__[1:-3]), st.data())
+@EXAMPLES
+def test_proposals_with_wrong_header(field: str, data) -> None:
+    """No header can make the reader look outside the arrays."""
+    good = proposals((2, 1, 2), 2, (0, 2), 3)
+    value = getattr(good, field)
+    if isinstance(value, bytes):
+        wrong = data.draw(st.binary(max_size=64))
+    elif isinstance(value, int):
+        wrong = data.draw(st.integers(-5, 50))
+    elif field == "rids":
+        wrong = data.draw(st.lists(st.text(max_size=3), max_size=5))
+    else:
+        wrong = data.draw(st.lists(st.integers(-4, 6), max_size=5))
+    try:
+        decoded = m.decode(m.encode(msgspec.structs.replace(good, **{field: wrong})))
+    except ProtocolError:
+        return
+    assert isinstance(decoded, m.Proposals)
+    m.unpack_rows(decoded)
+
+
+def test_other_schema_is_refused() -> None:
+    hello = msgspec.structs.replace(ALL[4], schema_version=m.SCHEMA_VERSION + 1)
+    with pytest.raises(ProtocolError, match="install the same sglang-psd"):
+        m.decode(m.encode(hello))
+
+
+# --- transport -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair():
+    endpoint = PrivateEndpoint()
+    scheduler, drafter = Channel(endpoint.address, bind=True), Channel(endpoint.address, bind=False)
+    # As in a server: the drafter speaks first, so the scheduler never sends into nothing.
+    drafter.send(ALL[4])
+    assert scheduler.receive(5.0) == ALL[4]
+    yield scheduler, drafter
+    scheduler.close()
+    drafter.close()
+    endpoint.cleanup()
+    assert not os.path.exists(endpoint.folder)
+
+
+def test_messages_arrive_in_order(pair) -> None:
+    scheduler, drafter = pair
+    for message in ALL:
+        scheduler.send(message)
+    assert [drafter.receive(2.0) for _ in ALL] == ALL
+    assert drafter.receive(0.0) is None
+    drafter.send(ALL[2])
+    assert scheduler.receive(2.0) == ALL[2]
+
+
+def test_waiting_ends(pair) -> None:
+    scheduler, _ = pair
+    assert scheduler.receive(0.02) is None
+    assert scheduler.receive_within(5.0, 0.01, alive=lambda: False) is None
+
+
+def test_a_full_queue_is_an_error_not_a_wait(pair) -> None:
+    scheduler, _ = pair
+    with pytest.raises(ProtocolError, match="stopped reading"):
+        for _ in range(100_000):
+            scheduler.send(m.Ping(0))
+
+
+def test_no_peer_is_an_error_not_a_wait() -> None:
+    endpoint = PrivateEndpoint()
+    channel = Channel(endpoint.address, bind=True)
+    try:
+        with pytest.raises(ProtocolError):
+            channel.send(m.Ping(0))
+    finally:
+        channel.close()
+        endpoint.cleanup()
+
+
+def test_the_endpoint_is_private() -> None:
+    endpoint = PrivateEndpoint()
+    try:
+        assert os.stat(endpoint.folder).st_mode & 0o077 == 0
+    finally:
+        endpoint.cleanup()
