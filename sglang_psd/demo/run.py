@@ -66,8 +66,11 @@ def server_flags(options: DemoOptions, mode: str, trace: Path) -> list[str]:
     """Command line of one demo server."""
     flags = ["--model-path", options.target, "--random-seed", "1", "--log-level", "info"]
     if gpu_driver_present():
-        # Greedy texts can only be compared bit by bit when a token's logits do not depend on its neighbours.
+        # Texts can only be compared bit by bit when a token's logits depend neither on its neighbours in the batch nor
+        # on whether it was decoded or verified: deterministic kernels, and no CUDA graphs, whose attention plan
+        # depends on the captured size.
         flags += ["--attention-backend", "flashinfer", "--enable-deterministic-inference"]
+        flags += ["--cuda-graph-backend-decode", "disabled"]
         flags += ["--mem-fraction-static", "0.5"]
     if mode != "plain":
         flags += ["--speculative-algorithm", "PSD", "--speculative-draft-model-path", options.draft]

@@ -145,6 +145,31 @@ def test_bench_serving(served_url: str, logs: Path) -> None:
     assert 1.0 <= figures["accept_length"] <= NUM_STEPS + 1
 
 
+def test_trace_shows_overlap(served_url: str, logs: Path, oracle: dict) -> None:
+    """In the trace of the parallel server the drafter works on one slot while the target verifies the other."""
+    generate(
+        served_url,
+        text=[answer["prompt"] for answer in oracle["answers"]],
+        sampling_params={"temperature": 0, "max_new_tokens": MAX_TOKENS, "ignore_eos": True},
+    )
+    time.sleep(1.5)  # the idle server flushes its trace
+    lines = [json.loads(line) for line in (logs / "served.jsonl").read_text().splitlines()]
+    verifies = [line for line in lines if line["type"] == "Step" and not line["is_prompt_run"]]
+    drafts = [line for line in lines if line["type"] == "Draft"]
+    assert {line["slot"] for line in verifies} == {0, 1}
+    assert all(0 <= line["accepted_num"] <= line["verify_len"] for line in verifies)
+    assert all(line["generated_num"] == line["accepted_num"] + len(line["batched_requests"]) for line in verifies)
+    side_by_side = [
+        draft
+        for draft in drafts
+        for verify in verifies
+        if min(draft["end_us"], verify["verify_end_us"]) > max(draft["start_us"], verify["verify_start_us"])
+        and not set(draft["batched_requests"]) & set(verify["batched_requests"])
+    ]
+    assert len(side_by_side) > len(verifies) / 4
+    assert server_info(served_url)["internal_states"][0]["psd"]["overlap_fraction"] > 0
+
+
 def test_engine(oracle: dict) -> None:
     """``sgl.Engine`` keywords; synchronous, asynchronous and streaming; nothing is left after shutdown."""
     answers = oracle["answers"]
