@@ -93,6 +93,7 @@ class DraftClient:
         self._sent_s: dict[int, float] = {}
         self._next_round = 0
         self._stats: Stats | None = None
+        self._stalled = False
         self.failure: str | None = None
 
     @property
@@ -153,11 +154,18 @@ class DraftClient:
         """
         started = time.monotonic()
         expected = {item[0] for item in wanted if item is not None and self._asked.get(item[0]) == item[1]}
-        self._wait_for(expected, started + self._timeout_s)
+        # A drafter that let one round wait for nothing does not get to do it again before it has answered.
+        self._wait_for(expected, started + (0.0 if self._stalled else self._timeout_s))
         taken = Taken(rows=[None] * len(wanted), wait_s=time.monotonic() - started)
         for i, item in enumerate(wanted):
             if item is not None and item[0] in expected:
                 self._pick(taken, i, *item)
+        if taken.late and self.usable and not self._stalled:
+            self._stalled = True
+            logger.warning(
+                "PSD: the drafter did not answer within %.1f s; rounds run without drafts until it does.",
+                self._timeout_s,
+            )
         return taken
 
     def _pick(self, taken: Taken, index: int, rid: str, base_len: int, limit: int) -> None:
@@ -231,6 +239,7 @@ class DraftClient:
 
     def _accept(self, message: Proposals) -> None:
         received_s = time.monotonic()
+        self._stalled = False
         sent_s = self._sent_s.get(message.round_id, message.received_s)
         answer = DraftAnswer(message.round_id, message.rids, sent_s, received_s, message.started_s, message.finished_s)
         for rid, row in unpack_rows(message).items():
@@ -252,6 +261,11 @@ class DraftClient:
             self._fail(str(error))
             return False
         return True
+
+    def check_alive(self) -> None:
+        """Notice a drafter that died while nothing was asked of it."""
+        if self.usable and not self._process.alive():
+            self._fail("its process has ended")
 
     def _fail(self, reason: str) -> None:
         """The drafter is lost: every request goes on without drafts."""

@@ -65,6 +65,8 @@ class RecordsMixin(_Base):
     def psd_report(self) -> dict[str, Any]:
         """Mode, slots, figures and drafter, as ``/server_info`` shows them."""
         client, process = self.psd_client, self.psd_process
+        if client is not None:
+            client.check_alive()
         drafting = client is not None and client.usable
         report: dict[str, Any] = {
             "mode": self.psd.mode if drafting else "off",
