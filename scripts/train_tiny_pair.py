@@ -59,12 +59,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     steps = parser.add_subparsers(required=True)
     step = steps.add_parser("data", help=run_data.__doc__)
-    step.add_argument(
-        "--docs", type=Path, required=True, help="reStructuredText sources of the Python documentation"
-    )
-    step.add_argument(
-        "--speeches", type=Path, required=True, help="State of the Union addresses (JSON files)"
-    )
+    step.add_argument("--docs", type=Path, required=True, help="reStructuredText sources of the Python documentation")
+    step.add_argument("--speeches", type=Path, required=True, help="State of the Union addresses (JSON files)")
     step.add_argument("--novel", type=Path, required=True, help="chapters of Moby-Dick (JSON files)")
     step.add_argument("--plays", type=Path, required=True, help="Shakespeare's works, one text file")
     step.add_argument("--out", type=Path, required=True)
@@ -80,9 +76,7 @@ def main() -> None:
     step.add_argument("--target-from", type=Path, help="folder of a saved pair whose target to start from")
     step.add_argument("--draft-from", type=Path, help="folder of a saved pair whose draft to start from")
     step.add_argument("--seed", type=int, default=0)
-    step.add_argument(
-        "--smoke", action="store_true", help="a few tiny steps, to try the code without an accelerator"
-    )
+    step.add_argument("--smoke", action="store_true", help="a few tiny steps, to try the code without an accelerator")
     step.set_defaults(run=run_train)
     step = steps.add_parser("eval", help=run_eval.__doc__)
     step.add_argument("--models", type=Path, required=True, help="folder holding tiny-target and tiny-draft")

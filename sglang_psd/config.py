@@ -18,7 +18,7 @@ from sglang_psd.errors import PSDConfigError
 
 ALGORITHM = "PSD"
 MODES = ("parallel", "sequential", "off")
-LOOPS = ("auto", "overlapped", "synchronous")
+LOOPS = ("overlapped", "synchronous")
 
 # Flags and keywords; the other fields of PSDConfig can be set through --psd-config only.
 FLAG_FIELDS = (
@@ -54,9 +54,8 @@ class PSDConfig:
         law. Does not change what is generated, only how often drafts are accepted.
     trace : str or None
         File for the step trace (JSON lines).
-    loop : {"auto", "overlapped", "synchronous"}
-        ``synchronous`` finishes each round before it starts the next: the oracle of the overlapped loop, and
-        what ``auto`` picks on a CPU, where a launch blocks anyway.
+    loop : {"overlapped", "synchronous"}
+        ``synchronous`` finishes each round before it starts the next: the oracle of the overlapped loop.
     min_parallel_requests : int
         Fewer running requests than this stay in one slot.
     rebalance_threshold : int
@@ -76,7 +75,7 @@ class PSDConfig:
     drafter_dtype: str | None = None
     proposal_top_m: int = 32
     trace: str | None = None
-    loop: str = "auto"
+    loop: str = "overlapped"
     min_parallel_requests: int = 2
     rebalance_threshold: int = 2
     draft_timeout_s: float = 10.0

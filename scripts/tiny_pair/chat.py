@@ -159,9 +159,7 @@ def _with_second(
     return Sample(category, split, turns)
 
 
-def _entry_samples(
-    doc: corpus.Document, items: list[rest.Item], owner: str, rng: random.Random
-) -> Iterator[Sample]:
+def _entry_samples(doc: corpus.Document, items: list[rest.Item], owner: str, rng: random.Random) -> Iterator[Sample]:
     for item in items:
         if item.kind != "entry":
             continue
@@ -177,9 +175,7 @@ def _entry_samples(
         if len(first) >= 40 and name:
             yield _with_second("explain", doc.split, _entry_question(item.directive, qualified, rng),
                                _entry_answer(item.directive, signature, first), second, rng)  # fmt: skip
-        yield from _entry_samples(
-            doc, item.body, qualified if item.directive in ("class", "exception") else owner, rng
-        )
+        yield from _entry_samples(doc, item.body, qualified if item.directive in ("class", "exception") else owner, rng)
 
 
 def _entry_question(directive: str, name: str, rng: random.Random) -> str:
@@ -252,9 +248,7 @@ def prose_samples(doc: corpus.Document, rng: random.Random) -> Iterator[Sample]:
         parts = parts[rng.randrange(3) :]
     for given, following, third in _windows(parts, *sizes, joiner):
         if doc.source == "speech":
-            question = _pick(
-                rng, f"Continue this speech: {given}", f"Continue this speech by {doc.name}: {given}"
-            )
+            question = _pick(rng, f"Continue this speech: {given}", f"Continue this speech by {doc.name}: {given}")
         elif doc.source == "novel":
             question = f"Continue this story: {given}"
         else:

@@ -61,11 +61,7 @@ def read_docs(folder: Path) -> list[Document]:
         text = rest.render(items)
         if len(text) > 400:
             # A module's documentation and its source share a key, so that neither leaks the other.
-            key = (
-                "module:" + name.split("/")[1].split(".")[0]
-                if name.startswith("library/")
-                else "docs:" + name
-            )
+            key = "module:" + name.split("/")[1].split(".")[0] if name.startswith("library/") else "docs:" + name
             documents.append(Document("docs", name, split_of(key), text, items))
     return documents
 
@@ -83,9 +79,7 @@ def read_stdlib() -> list[Document]:
         text = path.read_text(encoding="utf-8", errors="replace")
         name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
         if 400 < len(text) < 300_000:
-            documents.append(
-                Document("stdlib", name, split_of("module:" + name.split(".")[0].lstrip("_")), text)
-            )
+            documents.append(Document("stdlib", name, split_of("module:" + name.split(".")[0].lstrip("_")), text))
     return documents
 
 
@@ -114,9 +108,7 @@ def read_novel(folder: Path) -> list[Document]:
 
 def read_plays(path: Path) -> list[Document]:
     """Read the complete works of Shakespeare from one file and split it at the scenes."""
-    scenes = re.split(
-        r"\n(?=(?:ACT [IVX0-9]+\b|SCENE [IVX0-9]+\b)[^\n]*\n)", path.read_text(encoding="utf-8")
-    )
+    scenes = re.split(r"\n(?=(?:ACT [IVX0-9]+\b|SCENE [IVX0-9]+\b)[^\n]*\n)", path.read_text(encoding="utf-8"))
     documents = []
     for number, scene in enumerate(scenes):
         lines = [re.sub(r"\s+", " ", x).strip() for x in scene.split("\n")]

@@ -157,9 +157,7 @@ def build(documents: list[corpus.Document], out: Path, seed: int) -> dict[str, i
         samples += [s for s in more if s.split == "distill"]
     random.Random(seed).shuffle(samples)
     train_texts = [d.text for d in documents if d.split == "train"]
-    tokenizer = train_tokenizer(
-        train_texts + [a for s in samples if s.split == "train" for t in s.turns for a in t]
-    )
+    tokenizer = train_tokenizer(train_texts + [a for s in samples if s.split == "train" for t in s.turns for a in t])
     tokenizer.save_pretrained(out / "tokenizer")
     chats = encode_chats(tokenizer, samples)
     arrays = {f"chat_{k}": v for k, v in chats.items()}

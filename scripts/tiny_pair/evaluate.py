@@ -70,9 +70,7 @@ def generate(
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers: list[list[int]] = [[] for _ in prompts]
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    )
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     for first in range(0, len(order), batch):
         rows = order[first : first + batch]
         width = max(len(prompts[i]) for i in rows)
@@ -143,11 +141,7 @@ def chain_rounds(draft: PreTrainedModel, prompt: list[int], answer: list[int], k
             ids = torch.tensor([context + proposals], device=draft.device)
             proposals.append(int(draft(input_ids=ids, use_cache=False).logits[0, -1].argmax()))
         accepted = 0
-        while (
-            accepted < k
-            and position + accepted < len(answer)
-            and proposals[accepted] == answer[position + accepted]
-        ):
+        while accepted < k and position + accepted < len(answer) and proposals[accepted] == answer[position + accepted]:
             accepted += 1
         position += accepted + 1
         rounds += 1
@@ -231,9 +225,7 @@ def measure(
     checked = [i for i in range(len(ids)) if len(answers[i]) < 60][:5]
     agree = all(chain_rounds(draft, ids[i], answers[i], 3) == count_rounds(matches[i], 3) for i in checked)
     by_category = {
-        c: accept_lengths(
-            [m for m, p in zip(matches, prompts, strict=True) if p["category"] == c], range(3, 4)
-        )["3"]
+        c: accept_lengths([m for m, p in zip(matches, prompts, strict=True) if p["category"] == c], range(3, 4))["3"]
         for c in sorted({p["category"] for p in prompts})
     }
     return {
@@ -274,9 +266,7 @@ def evaluate_pair(models: Path, data_dir: Path, limit: int) -> dict[str, object]
     data = dict(np.load(data_dir / "data.npz"))
     prompts = [json.loads(x) for x in (data_dir / "heldout.jsonl").read_text().splitlines()][:limit]
     pair = {
-        name: AutoModelForCausalLM.from_pretrained(models / f"tiny-{name}", dtype=torch.float32)
-        .to(device)
-        .eval()
+        name: AutoModelForCausalLM.from_pretrained(models / f"tiny-{name}", dtype=torch.float32).to(device).eval()
         for name in ("target", "draft")
     }
     tokenizer = AutoTokenizer.from_pretrained(models / "tiny-target")

@@ -181,11 +181,7 @@ def parse(source: str) -> list[Item]:
         if _is_rule(line):
             i += 1
             continue
-        if (
-            i + 1 < len(lines)
-            and _is_rule(lines[i + 1])
-            and len(lines[i + 1].rstrip()) >= len(line.rstrip()) - 1
-        ):
+        if i + 1 < len(lines) and _is_rule(lines[i + 1]) and len(lines[i + 1].rstrip()) >= len(line.rstrip()) - 1:
             items.append(Item("title", clean_inline(line)))
             i += 2
             continue

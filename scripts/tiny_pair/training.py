@@ -58,9 +58,7 @@ class Rows:
         Indices into ``data.SPLITS`` whose chats are used: the draft also sees those of distill documents.
     """
 
-    def __init__(
-        self, data: dict[str, np.ndarray], device: str, seed: int, splits: tuple[int, ...] = (0,)
-    ) -> None:
+    def __init__(self, data: dict[str, np.ndarray], device: str, seed: int, splits: tuple[int, ...] = (0,)) -> None:
         self.device = device
         self.generator = torch.Generator(device=device).manual_seed(seed)
         self.numpy = np.random.default_rng(seed)
@@ -186,9 +184,7 @@ def text_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def train_target(
-    model: PreTrainedModel, rows: Rows, steps: int, batch: int, rate: float = 3e-3
-) -> dict[str, float]:
+def train_target(model: PreTrainedModel, rows: Rows, steps: int, batch: int, rate: float = 3e-3) -> dict[str, float]:
     """Pre-train on text with some chats, then turn to mostly chats.
 
     The texts are few for the model's size: many passes over them make it recite, and its answers about new
@@ -279,9 +275,7 @@ class Answers:
             return self.ids[pick].long(), self.weights[pick].float()
         first = int(rng.integers(max(len(self.lengths) - rows, 0) + 1))
         width = max(self.lengths[first : first + rows])
-        return self.ids[first : first + rows, :width].long(), self.weights[
-            first : first + rows, : width - 1
-        ].float()
+        return self.ids[first : first + rows, :width].long(), self.weights[first : first + rows, : width - 1].float()
 
 
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -413,9 +407,7 @@ def load_or_make(name: str, folder: Path | None, tokenizer: object, device: str)
     return AutoModelForCausalLM.from_pretrained(folder / f"tiny-{name}", dtype=torch.float32).to(device)
 
 
-def train_pair(
-    data_dir: Path, out: Path, steps: Steps, seed: int, start: tuple[Path | None, Path | None]
-) -> None:
+def train_pair(data_dir: Path, out: Path, steps: Steps, seed: int, start: tuple[Path | None, Path | None]) -> None:
     """Train and save the pair.
 
     Parameters

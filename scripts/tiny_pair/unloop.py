@@ -31,17 +31,13 @@ def repeating_positions(answer: list[int]) -> list[int]:
     return found
 
 
-def loop_rows(
-    prompts: list[list[int]], answers: list[list[int]], width: int
-) -> list[tuple[list[int], list[int]]]:
+def loop_rows(prompts: list[list[int]], answers: list[list[int]], width: int) -> list[tuple[list[int], list[int]]]:
     """Return (ids, positions of repeating tokens in ids) of the answers that repeat."""
     rows = []
     for prompt, answer in zip(prompts, answers, strict=True):
         positions = repeating_positions(answer)[:KEEP_AFTER_LOOP]
         if positions and len(prompt) + positions[-1] < width:
-            rows.append(
-                ((prompt + answer)[: len(prompt) + positions[-1] + 1], [len(prompt) + p for p in positions])
-            )
+            rows.append(((prompt + answer)[: len(prompt) + positions[-1] + 1], [len(prompt) + p for p in positions]))
     return sorted(rows, key=lambda row: len(row[0]))
 
 
@@ -81,18 +77,12 @@ def unloop_target(
     shares: list[float] = []
     for step in range(steps.unloop):
         if step % -(-steps.unloop // ROUNDS) == 0:
-            prompts = [
-                training.prompt_of(data, i) for i in rng.choice(usable, steps.generated, replace=False)
-            ]
+            prompts = [training.prompt_of(data, i) for i in rng.choice(usable, steps.generated, replace=False)]
             model = training.plain_copy(target)
-            answers = evaluate.generate(
-                model, prompts, *ends, batch=steps.generated, share=0.9, max_new_tokens=160
-            )
+            answers = evaluate.generate(model, prompts, *ends, batch=steps.generated, share=0.9, max_new_tokens=160)
             loops = loop_rows(prompts, answers, training.WIDTH)
             shares.append(round(len(loops) / len(prompts), 3))
-            print(
-                f"unloop step {step} {time.time() - began:.0f}s: {shares[-1]:.3f} of answers loop", flush=True
-            )
+            print(f"unloop step {step} {time.time() - began:.0f}s: {shares[-1]:.3f} of answers loop", flush=True)
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 - step / steps.unloop) * min(1.0, (step + 1) / 10)
         loss = _step_loss(target, data, train, loops, max(steps.rows // 2, 1), rng)

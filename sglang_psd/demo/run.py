@@ -70,7 +70,7 @@ def server_flags(options: DemoOptions, mode: str, trace: Path) -> list[str]:
         # on whether it was decoded or verified: deterministic kernels, and no CUDA graphs, whose attention plan
         # depends on the captured size.
         flags += ["--attention-backend", "flashinfer", "--enable-deterministic-inference"]
-        flags += ["--cuda-graph-backend-decode", "disabled"]
+        flags += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
         flags += ["--mem-fraction-static", "0.5"]
     if mode != "plain":
         flags += ["--speculative-algorithm", "PSD", "--speculative-draft-model-path", options.draft]

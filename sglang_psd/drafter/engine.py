@@ -358,6 +358,7 @@ def _load_worker(spec: DrafterSpec) -> Any:
         "disable_radix_cache": True,
         "disable_overlap_schedule": True,
         "disable_cuda_graph": not spec.cuda_graphs,
+        "enable_deterministic_inference": spec.deterministic,
         "page_size": 1,
         "random_seed": spec.random_seed,
         "log_level": spec.log_level,

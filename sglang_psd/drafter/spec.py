@@ -36,7 +36,8 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Overrides the checkpoint's.
     kv_tokens : int or None
         Upper bound of the KV pool.
-    cuda_graphs : bool
+    cuda_graphs, deterministic : bool
+        As the target's.
     log_level : str
     """
 
@@ -61,4 +62,5 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_length: int | None = None
     kv_tokens: int | None = None
     cuda_graphs: bool = True
+    deterministic: bool = False
     log_level: str = "info"

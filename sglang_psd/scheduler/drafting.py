@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_batch import Req
@@ -43,15 +44,15 @@ class DraftingMixin(_Base):
                 sampling = wire_sampling(req, default_seed(self.server_args))
                 client.open(req.rid, [*req.origin_input_ids, *req.output_ids], sampling)
 
-    def _psd_take(self, reqs: list[Req]) -> Taken:
-        """Drafts for the next verify; rank 0 shares what it has."""
+    def _psd_take(self, reqs: list[Req], watch: Callable[[], bool]) -> Taken:
+        """Drafts for the next verify; rank 0 shares what it has. ``watch`` runs while they are awaited."""
         taken = None
         if self.psd_client is not None:
             wanted = [
                 (req.rid, sequence_len(req), remaining_tokens(req) - 1) if self.psd_client.is_open(req.rid) else None
                 for req in reqs
             ]
-            taken = self.psd_client.take(wanted)
+            taken = self.psd_client.take(wanted, watch)
         if self.ps.tp_size > 1:
             shared = broadcast_pyobj([taken], self.tp_group.rank, self.tp_cpu_group, src=self.tp_group.ranks[0])
             taken = shared[0]
@@ -81,11 +82,12 @@ class DraftingMixin(_Base):
                 flight.committed.add(req.rid)
         return client.commit(rows)
 
-    def _psd_commit_rest(self, flight: InFlight, before: dict[str, int]) -> None:
+    def _psd_commit_rest(self, flight: InFlight) -> None:
         """Close what has ended; commit what looked like ending and did not."""
         client = self.psd_client
         if client is None:
             return
+        before = flight.lengths_before
         client.close([req.rid for req in flight.batch.reqs if req.finished()])
         rows = [
             commit_row(req, req.output_ids[before[req.rid] :], counted=True)

@@ -32,6 +32,8 @@ from sglang_psd.errors import ProtocolError
 logger = logging.getLogger(__name__)
 
 KEPT_ROUNDS = 1024
+# Step of a wait that also watches the target: a fraction of a handoff's budget.
+WATCH_SLICE_S = 50e-6
 
 
 @dataclass(frozen=True)
@@ -144,18 +146,20 @@ class DraftClient:
         """Let the drafter forget everything: the server is idle."""
         self.close(list(self._open))
 
-    def take(self, wanted: Sequence[tuple[str, int, int] | None]) -> Taken:
+    def take(self, wanted: Sequence[tuple[str, int, int] | None], watch: Callable[[], bool] | None = None) -> Taken:
         """Collect drafts for one verify, waiting for those that are on their way.
 
         Parameters
         ----------
         wanted : sequence of (rid, base_len, limit) or None
             One entry per request: its committed length and how many drafts it can use at most. None: no drafts wanted.
+        watch : callable, optional
+            Called while waiting; returns whether there is something to watch for. The wait is then made of short steps.
         """
         started = time.monotonic()
         expected = {item[0] for item in wanted if item is not None and self._asked.get(item[0]) == item[1]}
         # A drafter that let one round wait for nothing does not get to do it again before it has answered.
-        self._wait_for(expected, started + (0.0 if self._stalled else self._timeout_s))
+        self._wait_for(expected, started + (0.0 if self._stalled else self._timeout_s), watch)
         taken = Taken(rows=[None] * len(wanted), wait_s=time.monotonic() - started)
         for i, item in enumerate(wanted):
             if item is not None and item[0] in expected:
@@ -208,14 +212,17 @@ class DraftClient:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _wait_for(self, rids: set[str], deadline: float) -> None:
+    def _wait_for(self, rids: set[str], deadline: float, watch: Callable[[], bool] | None = None) -> None:
         while self.usable and self._receive_one(0.0):
             pass
         while self.usable and not rids <= self._arrived.keys():
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            if not self._receive_one(min(left, ALIVE_SLICE_S)) and not self._process.alive():
+            if watch is not None and watch():
+                if not self._receive_one(0.0):
+                    time.sleep(WATCH_SLICE_S)
+            elif not self._receive_one(min(left, ALIVE_SLICE_S)) and not self._process.alive():
                 self._fail("its process has ended")
 
     def _receive_one(self, timeout_s: float) -> bool:

@@ -1,11 +1,12 @@
 """SGLang's scheduler with two slots that take turns.
 
 One turn of a slot: receive requests, plan the slot's batch (prefill first, as SGLang does), take its drafts, launch
-it, then finish whatever else is in flight: wait for its tokens, send them to the drafter *at once*, and only then do
-the book-keeping. Because a slot's tokens are on the host before its next launch, sequence lengths are exact.
+it, then finish whatever else is in flight. Finishing has two halves: *collect* waits for the tokens and sends them to
+the drafter at once; the book-keeping (finish checks, streaming, metrics) comes after. What is over before the launch is
+collected before it, also while the slot still waits for its drafts. Because a slot's tokens are on the host before its
+next launch, sequence lengths are exact.
 
-The synchronous twin of the loop finishes a forward right after its launch. It is the oracle of the overlapped one, and
-the better order where a launch blocks (CPU).
+The synchronous twin of the loop finishes a forward right after its launch: the oracle of the overlapped one.
 
 The precedent for several running batches is SGLang's ``scheduler_pp_mixin.py``. The neighbours of this file hold the
 rest: ``membership.py`` (who runs in which slot), ``drafting.py`` (the drafter), ``oversight.py`` (abort, pause, idle:
@@ -99,9 +100,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
 
     @property
     def _psd_synchronous(self) -> bool:
-        loop = self.psd.loop
-        # A launch on the CPU returns when the forward is done: there is nothing to hide book-keeping behind.
-        return loop == "synchronous" or (loop == "auto" and self.device == "cpu")
+        return self.psd.loop == "synchronous"
 
     def init_pool_stats_observer(self) -> None:
         """Let SGLang's observers see all slots."""
@@ -151,6 +150,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
     def psd_turn_of(self, slot: Slot) -> None:
         """One turn: plan, launch, finish the others."""
         self._psd_finish(slot)
+        self._psd_collect_ready(slot)
         self._psd_even_out(slot)
         batch = self._psd_plan(slot)
         if batch is not None:
@@ -190,7 +190,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
         if batch.forward_mode.is_extend():
             self._psd_open(batch.reqs)
         else:
-            taken = self._psd_take(batch.reqs)
+            taken = self._psd_take(batch.reqs, watch=lambda: self._psd_collect_ready(slot))
             self.draft_worker.stage(taken.rows)
         launch_s = time.monotonic()
         timer = self.psd_timer.start()
@@ -203,6 +203,36 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
             if other is not slot and other.last is not None and other.last.chunked_req in batch.reqs:
                 other.last.filter_batch(chunked_req_to_exclude=other.last.chunked_req)
 
+    def _psd_collect(self, flight: InFlight) -> None:
+        """Wait for a forward's tokens and send them to the drafter; changes nothing that SGLang looks at."""
+        if flight.collected:
+            return
+        flight.collected = True
+        self.psd_timer.wait(flight.timer)
+        if flight.result.copy_done is not None:
+            flight.result.copy_done.synchronize()
+        flight.result_s = time.monotonic()
+        self._psd_settle(flight)
+        flight.lengths_before = {req.rid: len(req.output_ids) for req in flight.batch.reqs}
+        flight.commit_s = self._psd_commit_early(flight)
+
+    def _psd_collect_ready(self, slot: Slot) -> bool:
+        """Collect what is over in the other slots, so that the drafter need not wait for this slot's launch.
+
+        Returns whether something is still running there. Ranks may see this at different times: nothing but the
+        drafter, which only rank 0 talks to, notices.
+        """
+        running = False
+        for other in self.psd_slots:
+            flight = other.in_flight
+            if other is slot or flight is None or flight.collected:
+                continue
+            if self.psd_timer.done(flight.timer):
+                self._psd_collect(flight)
+            else:
+                running = True
+        return running
+
     def _psd_finish(self, slot: Slot) -> None:
         """Process what ``slot`` has in flight, if anything: commit first, book-keep after."""
         flight = slot.in_flight
@@ -210,18 +240,12 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
             return
         slot.in_flight = None
         self._psd_enter(slot)
-        self.psd_timer.wait(flight.timer)
-        if flight.result.copy_done is not None:
-            flight.result.copy_done.synchronize()
-        result_s = time.monotonic()
-        self._psd_settle(flight)
-        before = {req.rid: len(req.output_ids) for req in flight.batch.reqs}
-        commit_s = self._psd_commit_early(flight)
+        self._psd_collect(flight)
         self.process_batch_result(flight.batch, flight.result)
-        self._psd_commit_rest(flight, before)
+        self._psd_commit_rest(flight)
         if flight.taken is not None:
             self._psd_refresh_lengths(slot.running)
-        self._psd_record(slot, flight, result_s, commit_s)
+        self._psd_record(slot, flight)
 
     def _psd_rest(self) -> None:
         self.psd_stats.pause()

@@ -18,7 +18,7 @@ class RecordsMixin(_Base):
 
     _psd_preempted: list[str]
 
-    def _psd_record(self, slot: Slot, flight: InFlight, result_s: float, commit_s: float) -> None:
+    def _psd_record(self, slot: Slot, flight: InFlight) -> None:
         start_s, end_s = self.psd_timer.interval(flight.timer)
         rids = [req.rid for req in flight.batch.reqs]
         if flight.taken is None:
@@ -44,8 +44,8 @@ class RecordsMixin(_Base):
             launch_s=flight.launch_s,
             verify_start_s=start_s,
             verify_end_s=end_s,
-            result_s=result_s,
-            commit_s=commit_s,
+            result_s=flight.result_s,
+            commit_s=flight.commit_s,
             draft_start_s=flight.taken.draft_start_s,
             draft_end_s=flight.taken.draft_end_s,
             preempted=self._psd_preempted,

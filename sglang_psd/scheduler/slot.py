@@ -30,8 +30,14 @@ class InFlight:
         Slot sizes at launch.
     timer : object
         Handle of ``ForwardTimer`` for the forward's begin and end.
+    collected : bool
+        Whether the result is on the host and has been sent to the drafter; what follows is known from then on.
+    result_s, commit_s : float
+        When that happened.
     tokens : list of list of int
-        What each request gains, once the result is on the host.
+        What each request gains.
+    lengths_before : dict of str to int
+        Output length of each request before these tokens.
     committed : set of str
         Requests whose new tokens have been sent to the drafter.
     """
@@ -42,6 +48,10 @@ class InFlight:
     taken: Taken | None
     sizes: tuple[int, ...]
     timer: Any
+    collected: bool = False
+    result_s: float = 0.0
+    commit_s: float = 0.0
+    lengths_before: dict[str, int] = field(default_factory=dict)
     tokens: list[list[int]] = field(default_factory=list)
     committed: set[str] = field(default_factory=set)
 

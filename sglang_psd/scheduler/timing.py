@@ -47,6 +47,10 @@ class ForwardTimer:
         event.record()
         return event
 
+    def done(self, span: _Span) -> bool:
+        """Whether the forward is over."""
+        return not self._cuda or span.end.query()
+
     def wait(self, span: _Span) -> None:
         """Wait until the forward is over (a no-op on a CPU); may set the anchor."""
         if self._cuda:

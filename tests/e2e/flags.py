@@ -16,13 +16,14 @@ BASE_KEYWORDS: dict = {"random_seed": 1, "log_level": "error"}
 if ON_GPU:
     # Bit-equal texts need logits that do not depend on what else is in the batch; see sglang_psd/demo/run.py.
     BASE_FLAGS += ["--attention-backend", "flashinfer", "--enable-deterministic-inference"]
-    BASE_FLAGS += ["--cuda-graph-backend-decode", "disabled"]
+    BASE_FLAGS += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
     # Several servers share the GPU and start side by side: a bounded pool each, and slack in what SGLang measures.
     BASE_FLAGS += ["--mem-fraction-static", "0.6", "--max-total-tokens", "65536"]
     BASE_KEYWORDS.update(
         attention_backend="flashinfer",
         enable_deterministic_inference=True,
         cuda_graph_backend_decode="disabled",
+        cuda_graph_backend_prefill="disabled",
         mem_fraction_static=0.6,
         max_total_tokens=65536,
     )

@@ -15,7 +15,7 @@ import pytest
 
 from sglang_psd.resources import PROMPTS, TINY_TARGET
 from tests.e2e.conftest import MAX_TOKENS, run_script
-from tests.e2e.flags import ENVIRONMENT, NUM_STEPS, SERVE
+from tests.e2e.flags import ENVIRONMENT, NUM_STEPS, ON_GPU, SERVE
 
 pytestmark = pytest.mark.e2e
 
@@ -98,7 +98,9 @@ def test_openai_sampling_and_seed(served_url: str, oracle: dict) -> None:
     client = openai.OpenAI(base_url=served_url + "/v1", api_key="none")
     request = {"model": "default", "prompt": oracle["answers"][0]["prompt"], "max_tokens": 16, "temperature": 1.0}
     free = client.completions.create(n=8, **request)
-    assert len({choice.text for choice in free.choices}) > 4
+    distinct = len({choice.text for choice in free.choices})
+    # The GPU runs with deterministic inference, where SGLang gives every request without a seed the same one.
+    assert distinct == 1 if ON_GPU else distinct > 4
     seeded = [client.completions.create(seed=7, **request).choices[0].text for _ in range(3)]
     assert len(set(seeded)) == 1
     assert client.completions.create(seed=8, **request).choices[0].text != seeded[0]

@@ -6,17 +6,20 @@ gets a fork of it: a fresh world of process groups, pools and global settings, a
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing.connection
 import os
 import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing import Pipe
 from typing import Any
 
 POLL_S = 0.05
+PR_SET_PDEATHSIG = 1
 
 
 class CaseFailed(AssertionError):
@@ -34,7 +37,10 @@ def run_forked(function: Callable[..., Any], *args: Any, timeout_s: float = 120.
     sys.stdout.flush()
     sys.stderr.flush()
     receiver, sender = Pipe(duplex=False)
-    pid = os.fork()
+    with warnings.catch_warnings():
+        # The allocator's own thread is the only other one, and it is made for forks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
         _child_main(sender, function, args, kwargs)
     sender.close()
@@ -51,6 +57,7 @@ def run_forked(function: Callable[..., Any], *args: Any, timeout_s: float = 120.
 def _child_main(sender: multiprocessing.connection.Connection, function, args, kwargs) -> None:
     # A group of its own: whatever it starts can be ended together with it, and nothing else.
     os.setpgid(0, 0)
+    _die_with_parent()
     try:
         try:
             answer = ("ok", function(*args, **kwargs))
@@ -65,6 +72,12 @@ def _child_main(sender: multiprocessing.connection.Connection, function, args, k
     finally:
         # No interpreter teardown: the parent's atexit handlers and fixtures are not this process's business.
         os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process when the test process is killed outright."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(pid: int, receiver: multiprocessing.connection.Connection, timeout_s: float) -> tuple[str, Any]:

@@ -178,6 +178,8 @@ class Rig:
         self.scheduler.output_streamer.send_to_detokenizer = recorder
         # Load snapshots are for a tokenizer process that does not exist here.
         self.scheduler.load_snapshot_writer = None
+        # An idle server naps until a socket wakes it; here nobody writes to that socket.
+        self.scheduler.idle_sleeper = None
 
     def _record_rounds(self, scheduler) -> None:
         original = scheduler._psd_record

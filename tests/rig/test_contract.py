@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-# Every public method of SGLang's algorithm enum, and what PSD answers. A new SGLang that asks something else fails here.
+# Every public method of SGLang's algorithm enum, and what PSD answers. A new SGLang that asks more fails here.
 ANSWERS = {
     "is_some": True,
     "is_none": False,

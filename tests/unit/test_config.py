@@ -64,7 +64,7 @@ def test_flags_win_over_json_over_defaults(tmp_path) -> None:
     file.write_text(json.dumps(source))
     for given in (source, json.dumps(source), f"  {json.dumps(source)} ", str(file)):
         config = resolve_config({"mode": None, "proposal_top_m": 16}, given)
-        assert (config.mode, config.proposal_top_m, config.loop) == ("sequential", 16, "auto")
+        assert (config.mode, config.proposal_top_m, config.loop) == ("sequential", 16, "overlapped")
     assert resolve_config({}, None) == PSDConfig()
 
 
