@@ -77,7 +77,9 @@ class PSDStats:
     _to_drafter_us: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _to_target_us: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _bubble_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _drafter_bubble_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _last_verify_end_s: float = 0.0
+    _last_draft_end_s: float = 0.0
 
     def add_round(self, record: RoundRecord) -> None:
         """Count one round."""
@@ -100,11 +102,14 @@ class PSDStats:
         """Count one answer of the drafter (``sent_s``: when its commit left)."""
         self._draft_ms.append((finished_s - started_s) * 1e3)
         self._to_drafter_us.append(max(0.0, started_s - sent_s) * 1e6)
+        if self._last_draft_end_s:
+            self._drafter_bubble_ms.append(max(0.0, started_s - self._last_draft_end_s) * 1e3)
+        self._last_draft_end_s = finished_s
         self.overlap.add_draft(started_s, finished_s)
 
     def pause(self) -> None:
-        """The server is idle: the next gap between verifies is no bubble."""
-        self._last_verify_end_s = 0.0
+        """The server is idle: the next gaps are no bubbles."""
+        self._last_verify_end_s = self._last_draft_end_s = 0.0
 
     def summary(self) -> dict[str, float | int]:
         """Figures with units in their names; medians over the last 512 rounds."""
@@ -122,6 +127,7 @@ class PSDStats:
             "handoff_to_drafter_us": _median(self._to_drafter_us),
             "handoff_to_target_us": _median(self._to_target_us),
             "target_bubble_ms": _median(self._bubble_ms),
+            "drafter_bubble_ms": _median(self._drafter_bubble_ms),
             "overlap_fraction": round(self.overlap.fraction, 4),
         }
 
