@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Trust the machine's certificates, as pip does; uv brings its own list otherwise. pip is the slower second choice.
+UV_ENV := UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-gpu check lint types bench clean
@@ -20,7 +22,8 @@ $(READY): pyproject.toml
 	@echo "Setting up $(VENV): SGLang and its dependencies are about 8.5 GB ..."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]'
+	$(UV_ENV) $(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]' \
+		|| $(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
 setup: $(READY)

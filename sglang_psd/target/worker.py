@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -83,6 +84,19 @@ def chain_verify_input(num_tokens: int, positions: torch.Tensor | None) -> Chain
     )
 
 
+@dataclass
+class _Drafts:
+    """Drafts of one batch on the device.
+
+    ``tokens`` ``[B, K] int64``, ``count`` ``[B] int64`` of them real; laws as in ``VerifyRows``.
+    """
+
+    tokens: torch.Tensor
+    count: torch.Tensor
+    law_ids: torch.Tensor | None
+    law_probs: torch.Tensor | None
+
+
 class PSDWorker(BaseSpecWorker):
     """Verifies chains on the target and applies the acceptance rule.
 
@@ -150,8 +164,7 @@ class PSDWorker(BaseSpecWorker):
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
         result = self.target_worker.forward_batch_generation(batch, is_verify=True)
-        rows = self._empty_rows(len(batch.reqs))
-        tokens, _ = self._sample(batch, result.logits_output, rows, num_steps=0)
+        tokens, _ = self._sample(batch, result.logits_output, self._no_drafts(len(batch.reqs)))
         result.next_token_ids = tokens.view(-1)
         if batch.return_logprob:
             self._attach_logprobs(batch, result.logits_output, tokens)
@@ -160,9 +173,9 @@ class PSDWorker(BaseSpecWorker):
         return result
 
     def _verify(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        rows = self._stage_inputs(batch)
+        drafts = self._stage_inputs(batch)
         result = self.target_worker.forward_batch_generation(batch, is_verify=True)
-        tokens, lengths = self._sample(batch, result.logits_output, rows, num_steps=self.num_steps)
+        tokens, lengths = self._sample(batch, result.logits_output, drafts)
         result.next_token_ids = tokens.view(-1)
         result.accept_lens = lengths
         result.speculative_num_draft_tokens = self.chunk
@@ -171,7 +184,7 @@ class PSDWorker(BaseSpecWorker):
         batch.forward_mode = ForwardMode.DECODE
         return result
 
-    def _stage_inputs(self, batch: ScheduleBatch) -> VerifyRows:
+    def _stage_inputs(self, batch: ScheduleBatch) -> _Drafts:
         """Turn host-side drafts into the verify batch: ids, positions, KV slots."""
         reqs, steps = batch.reqs, self.num_steps
         staged = self._staged or [None] * len(reqs)
@@ -186,8 +199,7 @@ class PSDWorker(BaseSpecWorker):
                 host[i, -1] = len(row.tokens)
         packed = self._to_device(torch.from_numpy(host))
         start = batch.seq_lens.view(-1, 1)
-        offsets = torch.arange(self.chunk, device=start.device)
-        slots = start + offsets
+        slots = start + torch.arange(self.chunk, device=start.device)
         # Columns past a request's last draft may lie beyond the context; their result is never used.
         positions = slots.clamp(max=self.context_len - 1).view(-1)
         batch.input_ids = packed[:, : self.chunk].reshape(-1)
@@ -195,44 +207,44 @@ class PSDWorker(BaseSpecWorker):
         batch.out_cache_loc = batch.out_cache_loc.view(-1).to(torch.int64)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.spec_info = chain_verify_input(self.chunk, positions)
-        return self._verify_rows(reqs, staged, packed)
+        return _Drafts(packed[:, 1 : 1 + steps], packed[:, -1], *self._stage_laws(staged))
 
-    def _verify_rows(self, reqs: list[Req], staged: list[DraftRow | None], packed: torch.Tensor) -> VerifyRows:
-        law_ids = law_probs = None
-        if any(row is not None and row.law_ids is not None for row in staged):
-            ids, probs = _pack_laws(staged, self.num_steps)
-            law_ids, law_probs = self._to_device(torch.from_numpy(ids)), self._to_device(torch.from_numpy(probs))
-        rows = self._empty_rows(len(reqs))
-        rows.drafts = packed[:, 1 : 1 + self.num_steps]
-        rows.num_drafts = packed[:, -1]
-        rows.law_ids, rows.law_probs = law_ids, law_probs
-        return rows
+    def _stage_laws(self, staged: list[DraftRow | None]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if not any(row is not None and row.law_ids is not None for row in staged):
+            return None, None
+        ids, probs = _pack_laws(staged, self.num_steps)
+        return self._to_device(torch.from_numpy(ids)), self._to_device(torch.from_numpy(probs))
 
-    def _empty_rows(self, batch_size: int) -> VerifyRows:
+    def _no_drafts(self, batch_size: int) -> _Drafts:
         empty = torch.empty(batch_size, 0, dtype=torch.int64, device=self.device)
-        zeros = torch.zeros(batch_size, dtype=torch.int64, device=self.device)
-        return VerifyRows(empty, zeros, None, None, empty, zeros)
+        return _Drafts(empty, torch.zeros(batch_size, dtype=torch.int64, device=self.device), None, None)
 
     # --- sampling -------------------------------------------------------------------------------
 
     def _sample(
-        self, batch: ScheduleBatch, output: LogitsProcessorOutput, rows: VerifyRows, num_steps: int
+        self, batch: ScheduleBatch, output: LogitsProcessorOutput, drafts: _Drafts
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply the acceptance rule to ``[B * (num_steps + 1), V]`` logits."""
+        """Apply the acceptance rule to logits ``[B * (K + 1), V]``; ``K`` is 0 after a prefill."""
         reqs, info = batch.reqs, batch.sampling_info
-        logits = output.next_token_logits.view(len(reqs), num_steps + 1, -1)
+        chunk = drafts.tokens.shape[1] + 1
+        logits = output.next_token_logits.view(len(reqs), chunk, -1)
         self._adjust_logits(reqs, info, logits)
-        rows.uniforms = self._to_device(
-            torch.from_numpy(self._random.random((len(reqs), num_steps + 1), dtype=np.float32))
-        )
         filters = self._filters(reqs, info)
-        rows.deterministic = filters.greedy | filters.seeded
+        uniforms = torch.from_numpy(self._random.random((len(reqs), chunk), dtype=np.float32))
+        rows = VerifyRows(
+            drafts=drafts.tokens,
+            num_drafts=drafts.count,
+            law_ids=drafts.law_ids,
+            law_probs=drafts.law_probs,
+            uniforms=self._to_device(uniforms),
+            deterministic=filters.greedy | filters.seeded,
+        )
         if not (filters.any_sampled or filters.any_seeded):
             return accept_chain(rows, torch.argmax(logits, dim=-1), None)
         probs = filtered_probs(logits, filters)
         # batch.seq_lens is the prefix of a verify, and prefix plus prompt chunk after a prefill.
-        first = batch.seq_lens + 1 if num_steps else batch.seq_lens
-        positions = first.view(-1, 1) + torch.arange(num_steps + 1, device=first.device)
+        first = batch.seq_lens + 1 if batch.forward_mode.is_target_verify() else batch.seq_lens
+        positions = first.view(-1, 1) + torch.arange(chunk, device=first.device)
         choice = target_choice(logits, probs, filters, positions)
         return accept_chain(rows, choice, probs if filters.any_sampled else None)
 
