@@ -64,6 +64,10 @@ class PSDConfig:
         Longest wait for proposals. A round whose proposals are late runs without them.
     start_timeout_s : float
         Longest wait for the drafter to load.
+    restart : bool
+        Start a lost drafter again, with back-off; after five losses within ten minutes drafting stays off.
+    hung_after_s : float
+        A drafter that has let a round wait in vain and stays silent this long is killed and counts as lost.
     integrity_checks : bool
         Check slot and drafter accounting on every round (tests, debugging).
     """
@@ -80,6 +84,8 @@ class PSDConfig:
     rebalance_threshold: int = 2
     draft_timeout_s: float = 10.0
     start_timeout_s: float = 600.0
+    restart: bool = True
+    hung_after_s: float = 20.0
     integrity_checks: bool = False
 
     def __post_init__(self) -> None:
@@ -97,6 +103,7 @@ class PSDConfig:
         _check_minimum("rebalance_threshold", self.rebalance_threshold, 2)
         _check_minimum("draft_timeout_s", self.draft_timeout_s, 0.001)
         _check_minimum("start_timeout_s", self.start_timeout_s, 1)
+        _check_minimum("hung_after_s", self.hung_after_s, 0.1)
         if self.drafter_device is not None:
             check_device_name(self.drafter_device)
         if self.trace is not None:
@@ -131,6 +138,8 @@ _FIELD_KINDS: dict[str, tuple[type, ...]] = {
     "rebalance_threshold": (int,),
     "draft_timeout_s": (float, int),
     "start_timeout_s": (float, int),
+    "restart": (bool,),
+    "hung_after_s": (float, int),
     "integrity_checks": (bool,),
 }
 

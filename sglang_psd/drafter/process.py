@@ -86,6 +86,14 @@ class DrafterProcess:
             f"{where} was not ready within {timeout_s:.0f} s; raise 'start_timeout_s' in --psd-config."
         )
 
+    def abandon(self) -> None:
+        """Kill the process without waiting for it: it is lost or of no use."""
+        atexit.unregister(self.stop)
+        if self.alive():
+            self._process.kill()
+        self.channel.close()
+        self._endpoint.cleanup()
+
     def stop(self) -> None:
         """End the process: ask, then terminate, then kill. Safe to call again."""
         atexit.unregister(self.stop)

@@ -17,12 +17,14 @@ from sglang_psd.scheduler.commits import (
     settled_len,
     wire_sampling,
 )
-from sglang_psd.scheduler.drafts import DraftAnswer, Taken
+from sglang_psd.scheduler.drafts import DraftAnswer, DraftClient, Taken
 from sglang_psd.scheduler.slot import InFlight
 from sglang_psd.target.worker import default_seed, needs_plain_step
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler as _Base
+
+    from sglang_psd.drafter.process import DrafterProcess
 else:
     _Base = object
 
@@ -30,8 +32,37 @@ else:
 class DraftingMixin(_Base):
     """What a round needs from the drafter and what it tells it."""
 
+    psd_client: DraftClient | None
+    psd_process: DrafterProcess | None
+
+    def _psd_adopt(self, process: DrafterProcess) -> None:
+        """Draft with ``process``, which is ready, from now on."""
+        assert process.hello is not None
+        self.psd_process = process
+        self.psd_drafter_context = process.hello.context_len
+        steps = self.server_args.speculative_num_steps
+        self.psd_client = DraftClient(process, steps, self.psd.draft_timeout_s, self._psd_on_answer)
+
+    def _psd_supervise(self) -> None:
+        """Notice a lost drafter, and take on its successor; requests are opened there as they come by."""
+        client, supervisor = self.psd_client, self.psd_supervisor
+        if client is None or supervisor is None or self.psd_process is None:
+            return
+        client.check_alive(self.psd.hung_after_s)
+        if not self.psd.restart:
+            return
+        if supervisor.state == "up" and not client.usable:
+            self.psd_process.abandon()
+            supervisor.lost()
+        successor = supervisor.tick()
+        if successor is not None:
+            self._psd_adopt(successor)
+
     def _psd_open(self, reqs: list[Req]) -> None:
-        """Hand requests to the drafter at admission: it reads the prompt while the target does."""
+        """Hand requests to the drafter: at admission, so that it reads the prompt while the target does.
+
+        A running request that it does not know (it was started again) is handed over with all its tokens.
+        """
         client = self.psd_client
         if client is None or not client.usable:
             return

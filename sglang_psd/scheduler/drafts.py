@@ -96,6 +96,7 @@ class DraftClient:
         self._next_round = 0
         self._stats: Stats | None = None
         self._stalled = False
+        self._stalled_since_s = 0.0
         self.failure: str | None = None
 
     @property
@@ -165,7 +166,7 @@ class DraftClient:
             if item is not None and item[0] in expected:
                 self._pick(taken, i, *item)
         if taken.late and self.usable and not self._stalled:
-            self._stalled = True
+            self._stalled, self._stalled_since_s = True, time.monotonic()
             logger.warning(
                 "PSD: the drafter did not answer within %.1f s; rounds run without drafts until it does.",
                 self._timeout_s,
@@ -269,10 +270,14 @@ class DraftClient:
             return False
         return True
 
-    def check_alive(self) -> None:
-        """Notice a drafter that died while nothing was asked of it."""
-        if self.usable and not self._process.alive():
+    def check_alive(self, hung_after_s: float = float("inf")) -> None:
+        """Notice a drafter that died while nothing was asked of it, or that has not answered for too long."""
+        if not self.usable:
+            return
+        if not self._process.alive():
             self._fail("its process has ended")
+        elif self._stalled and time.monotonic() - self._stalled_since_s > hung_after_s:
+            self._fail(f"it has not answered for {hung_after_s:.0f} s")
 
     def _fail(self, reason: str) -> None:
         """The drafter is lost: every request goes on without drafts."""

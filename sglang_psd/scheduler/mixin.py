@@ -33,6 +33,7 @@ from sglang_psd.scheduler.oversight import OversightMixin
 from sglang_psd.scheduler.records import RecordsMixin
 from sglang_psd.scheduler.slot import EmptyView, InFlight, Slot, UnionView
 from sglang_psd.scheduler.slots import next_turn
+from sglang_psd.scheduler.supervisor import DrafterSupervisor
 from sglang_psd.scheduler.timing import ForwardTimer
 from sglang_psd.telemetry.stats import PSDStats
 from sglang_psd.telemetry.trace import TraceWriter
@@ -60,6 +61,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
     psd_slots: list[Slot]
     psd_client: DraftClient | None = None
     psd_process: DrafterProcess | None = None
+    psd_supervisor: DrafterSupervisor | None = None
     _psd_preempted: list[str]
     _psd_planning: Slot | None
 
@@ -77,10 +79,9 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
         process = self._psd_spawn_drafter() if self.ps.tp_rank == 0 else None
         super().init_model_worker()
         if process is not None:
-            self.psd_drafter_context = process.join(self.psd.start_timeout_s).context_len
-            steps = self.server_args.speculative_num_steps
-            self.psd_client = DraftClient(process, steps, self.psd.draft_timeout_s, self._psd_on_answer)
-        self.psd_process = process
+            process.join(self.psd.start_timeout_s)
+            self._psd_adopt(process)
+            self.psd_supervisor = DrafterSupervisor(self._psd_launch_drafter, self.psd.start_timeout_s)
         self.psd_trace = TraceWriter(self.psd.trace) if process is not None and self.psd.trace else None
         self.psd_timer = ForwardTimer(self.device)
         logger.info(
@@ -90,10 +91,13 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
             "synchronous" if self._psd_synchronous else "overlapped",
         )
 
+    def _psd_launch_drafter(self) -> DrafterProcess:
+        return launch_drafter(self.server_args, self.psd, self.psd_device)
+
     def _psd_spawn_drafter(self) -> DrafterProcess:
-        device = visible_drafter_device(self.server_args, self.psd, self.ps.gpu_id)
-        process = launch_drafter(self.server_args, self.psd, device)
-        if device.shared:
+        self.psd_device = visible_drafter_device(self.server_args, self.psd, self.ps.gpu_id)
+        process = self._psd_launch_drafter()
+        if self.psd_device.shared:
             # On one GPU the target measures what is left for its own KV: the drafter has to have its share by then.
             process.join(self.psd.start_timeout_s)
         return process
@@ -149,6 +153,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
 
     def psd_turn_of(self, slot: Slot) -> None:
         """One turn: plan, launch, finish the others."""
+        self._psd_supervise()
         self._psd_finish(slot)
         self._psd_collect_ready(slot)
         self._psd_even_out(slot)
@@ -187,9 +192,8 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
     def _psd_launch(self, slot: Slot, batch: ScheduleBatch) -> None:
         sizes = tuple(len(s.live_requests()) for s in self.psd_slots)
         taken = None
-        if batch.forward_mode.is_extend():
-            self._psd_open(batch.reqs)
-        else:
+        self._psd_open(batch.reqs)
+        if not batch.forward_mode.is_extend():
             taken = self._psd_take(batch.reqs, watch=lambda: self._psd_collect_ready(slot))
             self.draft_worker.stage(taken.rows)
         launch_s = time.monotonic()

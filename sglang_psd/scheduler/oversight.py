@@ -68,5 +68,7 @@ class OversightMixin(_Base):
         """Stop the drafter and close the trace."""
         if self.psd_trace is not None:
             self.psd_trace.close()
+        if self.psd_supervisor is not None:
+            self.psd_supervisor.stop()
         if self.psd_process is not None:
             self.psd_process.stop()

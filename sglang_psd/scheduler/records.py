@@ -86,5 +86,7 @@ class RecordsMixin(_Base):
                 "load_s": round(hello.load_s, 2),
                 "open_requests": client.open_requests if client else 0,
                 "failure": client.failure if client else None,
+                "state": self.psd_supervisor.state if self.psd_supervisor else "up",
+                "restarts": self.psd_supervisor.restarts if self.psd_supervisor else 0,
             }
         return report

@@ -29,7 +29,7 @@ GONE_WITHIN_S = 20.0
 
 def drafter_of(url: str) -> psutil.Process:
     """The drafter process of a running server."""
-    return psutil.Process(server_info(url)["internal_states"][0]["psd"]["drafter"]["pid"])
+    return psutil.Process(psd_section(url)["drafter"]["pid"])
 
 
 def assert_all_gone(processes: list[psutil.Process]) -> None:
@@ -41,8 +41,13 @@ def assert_all_gone(processes: list[psutil.Process]) -> None:
     assert not left, left
 
 
+def psd_section(url: str) -> dict:
+    """The ``psd`` section of ``/server_info``."""
+    return server_info(url)["internal_states"][0]["psd"]
+
+
 def test_requests_survive_a_killed_drafter(launched_url: str, oracle: dict) -> None:
-    """SIGKILL of the drafter under load: every answer is the oracle's, and ``/server_info`` tells the truth."""
+    """SIGKILL under load: every answer is the oracle's, ``/server_info`` tells the truth, and the drafter returns."""
     answers = oracle["answers"]
     expected = [answer["ids"] for answer in answers]
     drafter = drafter_of(launched_url)
@@ -57,8 +62,21 @@ def test_requests_survive_a_killed_drafter(launched_url: str, oracle: dict) -> N
         )
         assert [answer["output_ids"] for answer in got] == expected
     killer.join()
-    psd = server_info(launched_url)["internal_states"][0]["psd"]
-    assert psd["mode"] == "off" and psd["drafter"]["failure"]
+    psd = psd_section(launched_url)
+    assert psd["mode"] == "off" and psd["drafter"]["failure"] and psd["drafter"]["state"] in ("waiting", "starting")
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while psd_section(launched_url)["mode"] == "off":
+        assert time.monotonic() < deadline, psd_section(launched_url)
+        time.sleep(0.5)
+    psd = psd_section(launched_url)
+    assert psd["drafter"]["restarts"] == 1 and psd["drafter"]["pid"] != drafter.pid
+    got = generate(
+        launched_url,
+        text=[answer["prompt"] for answer in answers],
+        sampling_params={"temperature": 0, "max_new_tokens": MAX_TOKENS},
+    )
+    assert [answer["output_ids"] for answer in got] == expected
+    assert max(answer["meta_info"]["spec_accept_length"] for answer in got) > 1.0
 
 
 def test_sigkill_of_the_launcher_leaves_nothing(launched: ServerProcess, launched_url: str) -> None:

@@ -126,7 +126,7 @@ class Rig:
                 speculative_draft_model_path=str(models / draft),
                 speculative_num_steps=k,
                 psd_mode=mode,
-                psd_config=json.dumps({"loop": loop, "integrity_checks": True, **(config or {})}),
+                psd_config=json.dumps({"loop": loop, "integrity_checks": True, "restart": False, **(config or {})}),
             )
         options.update(server_args)
         self.scheduler = self._build(options, speculative=draft is not None)

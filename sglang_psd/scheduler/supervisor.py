@@ -1,0 +1,122 @@
+"""Brings a lost drafter back: restart with back-off, and a limit after which drafting stays off.
+
+Pure state machine over a clock and a function that spawns; neither torch nor SGLang. It never blocks: the scheduler
+calls ``tick`` once per turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from sglang_psd.channel.messages import Failure, Hello
+from sglang_psd.drafter.process import DrafterProcess
+from sglang_psd.errors import PSDError
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 30.0
+# This many losses within the window, and drafting stays off until the server is restarted.
+MAX_LOSSES = 5
+LOSS_WINDOW_S = 600.0
+
+
+class DrafterSupervisor:
+    """Decides when to spawn a drafter again and says when it is ready.
+
+    Parameters
+    ----------
+    spawn : callable
+        Starts a drafter process and returns at once.
+    start_timeout_s : float
+        Longest time from spawn to ready.
+    clock : callable
+        Seconds, monotonic.
+    """
+
+    def __init__(
+        self, spawn: Callable[[], DrafterProcess], start_timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ):
+        self._spawn = spawn
+        self._start_timeout_s = start_timeout_s
+        self._clock = clock
+        self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
+        self._due_s: float | None = None
+        self._starting: DrafterProcess | None = None
+        self._started_s = 0.0
+        self.restarts = 0
+        self.given_up = False
+
+    @property
+    def state(self) -> str:
+        """``up``, ``waiting`` (for the next attempt), ``starting`` or ``given up``."""
+        if self.given_up:
+            return "given up"
+        if self._starting is not None:
+            return "starting"
+        return "up" if self._due_s is None else "waiting"
+
+    def lost(self) -> None:
+        """The drafter is gone: schedule the next attempt, or give up."""
+        now = self._clock()
+        self._losses.append(now)
+        if len(self._losses) == MAX_LOSSES and now - self._losses[0] < LOSS_WINDOW_S:
+            self.given_up, self._due_s = True, None
+            logger.error(
+                "PSD: the drafter was lost %d times within %.0f s; drafting stays off until the server is restarted.",
+                MAX_LOSSES,
+                LOSS_WINDOW_S,
+            )
+            return
+        recent = sum(1 for loss in self._losses if now - loss < LOSS_WINDOW_S)
+        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (recent - 1))
+        self._due_s = now + delay_s
+        logger.warning("PSD: next attempt to start a drafter in %.1f s.", delay_s)
+
+    def tick(self) -> DrafterProcess | None:
+        """Move on; returns a drafter that has just become ready."""
+        if self._starting is not None:
+            return self._poll_start(self._starting)
+        if self._due_s is not None and self._clock() >= self._due_s:
+            self._due_s = None
+            self._attempt()
+        return None
+
+    def stop(self) -> None:
+        """End a drafter that is still starting."""
+        if self._starting is not None:
+            self._starting.abandon()
+            self._starting = None
+
+    def _attempt(self) -> None:
+        try:
+            self._starting, self._started_s = self._spawn(), self._clock()
+            self.restarts += 1
+        except (OSError, PSDError) as error:
+            logger.error("PSD: a new drafter could not be started (%s).", error)
+            self.lost()
+
+    def _poll_start(self, process: DrafterProcess) -> DrafterProcess | None:
+        reason = None
+        try:
+            message = process.channel.receive(0.0)
+        except PSDError as error:
+            message, reason = None, str(error)
+        if isinstance(message, Hello):
+            process.hello, self._starting = message, None
+            logger.info("PSD: a new drafter is ready after %.1f s.", self._clock() - self._started_s)
+            return process
+        if isinstance(message, Failure):
+            reason = message.message
+        elif not process.alive():
+            reason = "its process ended while loading"
+        elif self._clock() - self._started_s > self._start_timeout_s:
+            reason = f"it was not ready within {self._start_timeout_s:.0f} s"
+        if reason is not None:
+            logger.error("PSD: a new drafter could not be started (%s).", reason)
+            self.stop()
+            self.lost()
+        return None

@@ -1,0 +1,123 @@
+"""Restart of a lost drafter: back-off, limit, and what a failed attempt leads to."""
+
+from __future__ import annotations
+
+from sglang_psd.channel.messages import SCHEMA_VERSION, Failure, Hello
+from sglang_psd.scheduler.supervisor import FIRST_DELAY_S, LOSS_WINDOW_S, MAX_LOSSES, DrafterSupervisor
+
+HELLO = Hello(SCHEMA_VERSION, 1, "cpu", 320, 512, 1000, 8, 0.1, 0.1, 1.0)
+
+
+class FakeProcess:
+    """A drafter that says what it is told to say."""
+
+    def __init__(self):
+        self.messages: list = []
+        self.running = True
+        self.abandoned = False
+        self.hello = None
+        self.channel = self
+
+    def receive(self, timeout_s: float):
+        return self.messages.pop(0) if self.messages else None
+
+    def alive(self) -> bool:
+        return self.running
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+
+class World:
+    """Clock and spawn under control."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.spawned: list[FakeProcess] = []
+        self.spawn_error: Exception | None = None
+        self.supervisor = DrafterSupervisor(self.spawn, 60.0, clock=lambda: self.now)
+
+    def spawn(self) -> FakeProcess:
+        if self.spawn_error is not None:
+            raise self.spawn_error
+        self.spawned.append(FakeProcess())
+        return self.spawned[-1]
+
+    def lose(self) -> None:
+        """Lose a drafter and let the delay pass."""
+        self.supervisor.lost()
+        self.now += 1000.0 if self.supervisor.given_up else 31.0
+        self.supervisor.tick()
+
+
+def test_nothing_happens_while_it_is_up() -> None:
+    world = World()
+    assert world.supervisor.state == "up" and world.supervisor.tick() is None and not world.spawned
+
+
+def test_restart_waits_then_reports_ready() -> None:
+    world = World()
+    world.supervisor.lost()
+    assert world.supervisor.state == "waiting" and world.supervisor.tick() is None and not world.spawned
+    world.now += FIRST_DELAY_S
+    assert world.supervisor.tick() is None and world.supervisor.state == "starting"
+    world.spawned[0].messages.append(HELLO)
+    assert world.supervisor.tick() is world.spawned[0]
+    assert (world.supervisor.state, world.supervisor.restarts, world.spawned[0].hello) == ("up", 1, HELLO)
+
+
+def test_delay_doubles() -> None:
+    world = World()
+    world.lose()
+    world.spawned[0].messages.append(HELLO)
+    assert world.supervisor.tick() is not None
+    world.supervisor.lost()
+    world.now += FIRST_DELAY_S * 1.5
+    assert world.supervisor.tick() is None and len(world.spawned) == 1
+    world.now += FIRST_DELAY_S
+    world.supervisor.tick()
+    assert len(world.spawned) == 2
+
+
+def test_failed_attempts_count_as_losses_and_end() -> None:
+    world = World()
+    world.lose()
+    for attempt in range(MAX_LOSSES - 1):
+        process = world.spawned[-1]
+        if attempt % 3 == 0:
+            process.messages.append(Failure("no memory", fatal=True))
+        elif attempt % 3 == 1:
+            process.running = False
+        else:
+            world.now += 61.0
+        world.supervisor.tick()
+        assert process.abandoned
+        if not world.supervisor.given_up:
+            world.now += 31.0
+            world.supervisor.tick()
+    assert world.supervisor.state == "given up"
+    world.now += 10 * LOSS_WINDOW_S
+    assert world.supervisor.tick() is None and len(world.spawned) == MAX_LOSSES - 1
+
+
+def test_rare_losses_never_end_it() -> None:
+    world = World()
+    for _ in range(3 * MAX_LOSSES):
+        world.lose()
+        world.spawned[-1].messages.append(HELLO)
+        assert world.supervisor.tick() is not None
+        world.now += LOSS_WINDOW_S
+    assert world.supervisor.state == "up"
+
+
+def test_a_spawn_that_fails_is_tried_again() -> None:
+    world = World()
+    world.spawn_error = OSError("no processes left")
+    world.lose()
+    assert world.supervisor.state == "waiting"
+    world.spawn_error = None
+    world.now += 31.0
+    world.supervisor.tick()
+    assert world.supervisor.state == "starting"
+    world.supervisor.stop()
+    assert world.spawned[-1].abandoned and world.supervisor.state == "up"
