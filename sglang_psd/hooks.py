@@ -57,7 +57,7 @@ def capture_verify_input(original, runner, num_tokens: int):
     """What the CUDA graph runner captures a verify with: a chain, no mask."""
     if not is_psd(runner.model_runner.spec_algorithm):
         return original(runner, num_tokens)
-    from sglang_psd.target.worker import chain_verify_input
+    from sglang_psd.target.verify_input import chain_verify_input
 
     return chain_verify_input(runner.captured_req_width, None)
 
@@ -66,7 +66,7 @@ def warm_up_verify_input(original, spec_algorithm, server_args, custom_mask, num
     """The same for the runner's warm-up forward."""
     if not is_psd(spec_algorithm):
         return original(spec_algorithm, server_args, custom_mask, num_tokens_per_req, is_draft_worker)
-    from sglang_psd.target.worker import chain_verify_input
+    from sglang_psd.target.verify_input import chain_verify_input
 
     return chain_verify_input(num_tokens_per_req, None)
 
@@ -78,7 +78,7 @@ def batch_invariant_verify(original, updater, *args, **kwargs):
     those of single tokens in their last bits.
     """
     if updater.attn_backend.enable_deterministic and kwargs.get("fixed_split_size") is None:
-        from sglang_psd.target.worker import ChainVerifyInput
+        from sglang_psd.target.verify_input import ChainVerifyInput
 
         spec_info = args[SPEC_INFO_ARGUMENT] if len(args) > SPEC_INFO_ARGUMENT else kwargs.get("spec_info")
         if isinstance(spec_info, ChainVerifyInput):

@@ -19,7 +19,7 @@ from sglang_psd.scheduler.commits import (
 )
 from sglang_psd.scheduler.drafts import DraftAnswer, DraftClient, Taken
 from sglang_psd.scheduler.slot import InFlight
-from sglang_psd.target.worker import default_seed, needs_plain_step
+from sglang_psd.target.requests import default_seed, needs_plain_step
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler as _Base

@@ -35,6 +35,7 @@ from sglang_psd.scheduler.slot import EmptyView, InFlight, Slot, UnionView
 from sglang_psd.scheduler.slots import next_turn
 from sglang_psd.scheduler.supervisor import DrafterSupervisor
 from sglang_psd.scheduler.timing import ForwardTimer
+from sglang_psd.target.requests import drop_stock_penalties
 from sglang_psd.telemetry.stats import PSDStats
 from sglang_psd.telemetry.trace import TraceWriter
 
@@ -186,6 +187,8 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
             self._psd_planning = None
         slot.running = plan.running_batch
         self.running_batch = slot.running
+        if plan.batch_to_run is not None:
+            drop_stock_penalties(plan.batch_to_run)
         self.cur_batch_for_debug = plan.batch_to_run
         return plan.batch_to_run
 

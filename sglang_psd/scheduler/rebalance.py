@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
-from sglang_psd.target.worker import needs_plain_step
+from sglang_psd.target.requests import drop_stock_penalties
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -14,26 +14,24 @@ if TYPE_CHECKING:
 def split_off(batch: ScheduleBatch, count: int) -> ScheduleBatch | None:
     """Remove up to ``count`` requests from ``batch`` and return them as a new batch.
 
-    ``batch`` must be filtered and have nothing in flight. Requests with penalties or grammars stay: SGLang keeps their
-    state in per-batch tensors that know only one owner. At least one request remains.
+    ``batch`` must be filtered and have nothing in flight.
 
     Returns
     -------
     ScheduleBatch or None
-        None when no request can be moved.
+        None when there is no request to move.
     """
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-    movable = [i for i, req in enumerate(batch.reqs) if not needs_plain_step(req)]
-    moving = movable[len(movable) - min(count, len(movable)) :]
+    first = max(0, len(batch.reqs) - count)
+    staying, moving = list(range(first)), list(range(first, len(batch.reqs)))
     if not moving:
         return None
-    leaving = set(moving)
-    staying = [i for i in range(len(batch.reqs)) if i not in leaving]
     moved = copy.copy(batch)
     # Both halves filter their sampling state in place: it must not be shared.
     moved.reqs = [batch.reqs[i] for i in moving]
     moved.sampling_info = SamplingBatchInfo.from_schedule_batch(moved, batch.model_config.vocab_size)
+    drop_stock_penalties(moved)
     full, moved.sampling_info = moved.sampling_info, _Unfiltered()
     moved.reqs = batch.reqs
     moved.filter_batch(keep_indices=moving)

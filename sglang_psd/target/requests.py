@@ -1,0 +1,53 @@
+"""What a request's sampling parameters mean for a chunk: plain questions about SGLang's ``Req``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+
+def needs_plain_step(req: Req) -> bool:
+    """Whether a request's law at later positions can only be had from SGLang's code for one token at a time.
+
+    Grammars and custom logit processors. Such a request takes part in every round without drafts: one exact
+    token per round.
+    """
+    return req.grammar is not None or bool(req.custom_logit_processor)
+
+
+def has_penalties(req: Req) -> bool:
+    """Whether the request's law depends on what it has generated."""
+    params = req.sampling_params
+    return bool(
+        params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.min_new_tokens
+    )
+
+
+def is_greedy(req: Req) -> bool:
+    """SGLang normalises temperature 0 to ``top_k == 1``."""
+    return req.sampling_params.top_k <= 1
+
+
+def default_seed(server_args) -> int | None:
+    """Seed of requests that bring none: 42 under ``--enable-deterministic-inference``, as in SGLang."""
+    return 42 if server_args.enable_deterministic_inference else None
+
+
+def min_length_stops(req: Req) -> set[int]:
+    """Tokens that ``min_new_tokens`` forbids (``penaltylib/min_new_tokens.py``)."""
+    stops = set(req.sampling_params.stop_token_ids or ())
+    if req.tokenizer is not None:
+        stops |= set(req.tokenizer.additional_stop_token_ids or ())
+        if req.tokenizer.eos_token_id is not None:
+            stops.add(req.tokenizer.eos_token_id)
+    return stops
+
+
+def drop_stock_penalties(batch: ScheduleBatch) -> None:
+    """Keep SGLang from applying penalties of its own: ``target/penalties.py`` applies them at every position."""
+    info = batch.sampling_info
+    if info is not None and info.penalizer_orchestrator.is_required:
+        info.penalizer_orchestrator.release()
+        info.penalizer_orchestrator.is_required = False

@@ -1,0 +1,175 @@
+"""From a chunk's logits to its tokens: SGLang's sampling parameters around the acceptance rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
+
+from sglang_psd.target.acceptance import Filters, VerifyRows, accept_chain, filtered_probs, target_choice
+from sglang_psd.target.penalties import PenaltyRow, apply_penalties, count_tokens
+from sglang_psd.target.requests import default_seed, has_penalties, is_greedy, min_length_stops, needs_plain_step
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+# Attribute of a request: its token counts on the device, and how many output tokens they cover.
+_COUNTS = "_psd_token_counts"
+
+
+def to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Copy a host tensor without waiting for the device (through pinned memory on a GPU)."""
+    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass
+class StagedDrafts:
+    """Drafts of one batch on the device.
+
+    ``tokens`` ``[B, K] int64``, ``count`` ``[B] int64`` of them real; laws as in ``VerifyRows``.
+    """
+
+    tokens: torch.Tensor
+    count: torch.Tensor
+    law_ids: torch.Tensor | None
+    law_probs: torch.Tensor | None
+
+
+class ChunkSampler:
+    """Samples the tokens of prefills and verifies.
+
+    Parameters
+    ----------
+    model_runner : ModelRunner
+        The target's; its logit adjustments (grammar, bias, custom processors) are used as they are.
+    server_args : ServerArgs
+    """
+
+    def __init__(self, model_runner, server_args):
+        self._runner = model_runner
+        self._device: str = server_args.device
+        self._default_seed = default_seed(server_args)
+        # All tensor-parallel ranks draw the same numbers: same seed, same sequence of calls.
+        self._random = np.random.default_rng([server_args.random_seed, 0x505344])
+
+    def sample(
+        self, batch: ScheduleBatch, output: LogitsProcessorOutput, drafts: StagedDrafts
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply the acceptance rule.
+
+        Parameters
+        ----------
+        batch : ScheduleBatch
+            As forwarded.
+        output : LogitsProcessorOutput
+            ``next_token_logits`` is ``[B * (K + 1), V]``, adjusted in place; ``K`` is 0 after a prefill.
+        drafts : StagedDrafts
+
+        Returns
+        -------
+        tokens : Tensor, ``[B, K + 1] int64``
+        lengths : Tensor, ``[B] int32``
+            How many of each row count.
+        """
+        reqs, info = batch.reqs, batch.sampling_info
+        chunk = drafts.tokens.shape[1] + 1
+        logits = output.next_token_logits.view(len(reqs), chunk, -1)
+        apply_penalties(logits, drafts.tokens, self._penalty_rows(reqs, info.vocab_size))
+        self._adjust_logits(reqs, info, logits)
+        filters = self._filters(reqs, info)
+        uniforms = torch.from_numpy(self._random.random((len(reqs), chunk), dtype=np.float32))
+        rows = VerifyRows(
+            drafts=drafts.tokens,
+            num_drafts=drafts.count,
+            law_ids=drafts.law_ids,
+            law_probs=drafts.law_probs,
+            uniforms=to_device(uniforms, self._device),
+            deterministic=filters.greedy | filters.seeded,
+        )
+        if not (filters.any_sampled or filters.any_seeded):
+            return accept_chain(rows, torch.argmax(logits, dim=-1), None)
+        probs = filtered_probs(logits, filters)
+        # batch.seq_lens is the prefix of a verify, and prefix plus prompt chunk after a prefill.
+        first = batch.seq_lens + 1 if batch.forward_mode.is_target_verify() else batch.seq_lens
+        positions = first.view(-1, 1) + torch.arange(chunk, device=first.device)
+        choice = target_choice(logits, probs, filters, positions)
+        return accept_chain(rows, choice, probs if filters.any_sampled else None)
+
+    def _penalty_rows(self, reqs: list[Req], vocab_size: int) -> list[PenaltyRow]:
+        rows = []
+        for i, req in enumerate(reqs):
+            if not has_penalties(req):
+                continue
+            params = req.sampling_params
+            counts, counted = getattr(req, _COUNTS, (None, 0))
+            counts = count_tokens(counts, req.output_ids[counted:], vocab_size, self._device)
+            setattr(req, _COUNTS, (counts, len(req.output_ids)))
+            rows.append(
+                PenaltyRow(
+                    row=i,
+                    counts=counts,
+                    num_generated=len(req.output_ids),
+                    frequency=params.frequency_penalty,
+                    presence=params.presence_penalty,
+                    repetition=params.repetition_penalty,
+                    min_new_tokens=params.min_new_tokens,
+                    stop_ids=sorted(min_length_stops(req)) if params.min_new_tokens else (),
+                )
+            )
+        return rows
+
+    def _adjust_logits(self, reqs: list[Req], info: SamplingBatchInfo, logits: torch.Tensor) -> None:
+        """SGLang's own adjustments, in place, as its sampler makes them.
+
+        A bias is the same at every position. Grammar masks and custom processors are made for one position;
+        requests that ask for them have no drafts (``needs_plain_step``).
+        """
+        if info.logit_bias is not None and logits.shape[1] > 1:
+            logits[:, 1:].add_(info.logit_bias.unsqueeze(1))
+        if info.logit_bias is None and not any(needs_plain_step(req) for req in reqs):
+            return
+        first = LogitsProcessorOutput(next_token_logits=logits[:, 0].contiguous())
+        self._runner._preprocess_logits(first, info)
+        self._runner.sampler._preprocess_logits(first.next_token_logits, info)
+        logits[:, 0] = first.next_token_logits
+
+    def _filters(self, reqs: list[Req], info: SamplingBatchInfo) -> Filters:
+        own = [req.sampling_params.sampling_seed for req in reqs]
+        seeds = [self._default_seed if seed is None else seed for seed in own]
+        sampled = [not is_greedy(req) for req in reqs]
+        any_seeded = any(wanted and seed is not None for wanted, seed in zip(sampled, seeds))
+        greedy = info.top_ks <= 1
+        if any_seeded:
+            table = [[seed or 0, seed is not None] for seed in seeds]
+            packed = to_device(torch.tensor(table, dtype=torch.int64), self._device)
+            seed_values, seeded = packed[:, 0], packed[:, 1].bool() & ~greedy
+        else:
+            seed_values, seeded = torch.zeros_like(info.top_ks, dtype=torch.int64), torch.zeros_like(greedy)
+        return Filters(
+            temperatures=info.temperatures.view(-1),
+            top_ks=info.top_ks,
+            top_ps=info.top_ps,
+            min_ps=info.min_ps,
+            greedy=greedy,
+            seeded=seeded,
+            seeds=seed_values,
+            any_sampled=any(wanted and seed is None for wanted, seed in zip(sampled, seeds)),
+            any_seeded=any_seeded,
+            any_filter=any(
+                req.sampling_params.top_p != 1.0
+                or req.sampling_params.min_p > 0
+                or req.sampling_params.top_k < info.vocab_size
+                for req, wanted in zip(reqs, sampled)
+                if wanted
+            ),
+        )
+
+    def attach_logprobs(self, batch: ScheduleBatch, output: LogitsProcessorOutput, tokens: torch.Tensor) -> None:
+        """Fill ``next_token_logprobs`` and friends, one row of ``tokens.shape[1]`` entries per request."""
+        index = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
+        compute_spec_v2_logprobs(batch, output, tokens.reshape(-1), index, tokens.shape[1] - 1)
