@@ -112,9 +112,10 @@ def _skip_the_residual(rows, choice, probs):
 @pytest.mark.parametrize("broken", [_accept_everything, _skip_the_residual])
 def test_the_test_sees_a_wrong_rule(run_case, models, broken) -> None:
     def case() -> list[list[list[int]]]:
-        from sglang_psd.target import worker
+        from sglang_psd.target import sampler
 
-        worker.accept_chain = broken
+        assert sampler.accept_chain is not broken
+        sampler.accept_chain = broken
         with Rig(models, "S_far", 3, config={"integrity_checks": False}, **SMALL) as rig:
             return sample(rig, [{}], 2 * EACH)
 
