@@ -132,18 +132,15 @@ class DraftEngine:
     def _draft_chain(self, states: list[DraftState], num_steps: int) -> _Drafts:
         late = [state for state in states if state.missing == CATCH_UP_STEPS]
         if late:
-            first = torch.tensor([s.tokens[-2] for s in late], dtype=torch.int64).to(self._device)
-            self._decode(late, [len(s.tokens) - 1 for s in late], first)
+            self._decode(*self._decode_inputs(late, -2))
             for state in late:
                 state.fed.append(state.tokens[-2])
         sampler = ProposalSampler([s.sampling for s in states], self.spec.top_m, self._device, self._generator)
-        lengths = [len(s.tokens) for s in states]
-        ids = torch.tensor([s.tokens[-1] for s in states], dtype=torch.int64).to(self._device)
+        rows, lens_cpu, lens, ids = self._decode_inputs(states, -1)
         tokens, laws = [], []
         for step in range(num_steps):
-            logits = self._decode(states, [length + step for length in lengths], ids)
-            positions = torch.tensor([length + step for length in lengths]).to(self._device, non_blocking=True)
-            ids, law_ids, law_probs = sampler.draw(logits[:, : self.spec.vocab_limit], positions)
+            logits = self._decode(rows, lens_cpu + step, lens + step, ids)
+            ids, law_ids, law_probs = sampler.draw(logits[:, : self.spec.vocab_limit], lens + step)
             tokens.append(ids)
             laws.append((law_ids, law_probs))
         stacked = torch.stack(tokens, dim=1)
@@ -278,27 +275,41 @@ class DraftEngine:
         )
         self._runner.forward(batch)
 
-    def _decode(self, states: list[DraftState], lengths: list[int], ids: torch.Tensor) -> torch.Tensor:
-        """Feed one token per row; ``lengths`` include it. Returns logits ``[R, V]``."""
+    def _decode_inputs(
+        self, states: list[DraftState], last: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Inputs of a decode that feeds token ``last`` (-1 or -2) of each request.
+
+        Returns rows ``[R]``, lengths on host and device ``[R]`` (the fed token included) and token ids ``[R]``, all
+        int64, in one copy to the device.
+        """
+        table = [[s.pool_row, len(s.tokens) + last + 1, s.tokens[last]] for s in states]
+        host = torch.tensor(table, dtype=torch.int64).T.contiguous()
+        pinned = host if self._device == "cpu" else host.pin_memory()
+        rows, lens, ids = pinned.to(self._device, non_blocking=True)
+        return rows, host[1], lens, ids
+
+    def _decode(
+        self, rows: torch.Tensor, lens_cpu: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Feed one token per row; ``lens`` ``[R]`` include it. Returns logits ``[R, V]``."""
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
-        rows = torch.tensor([s.pool_row for s in states], dtype=torch.int64).to(self._device, non_blocking=True)
-        lens_cpu = torch.tensor(lengths, dtype=torch.int64)
-        lens = lens_cpu.to(self._device, non_blocking=True)
+        positions = lens - 1
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
-            batch_size=len(states),
+            batch_size=len(rows),
             input_ids=ids,
             req_pool_indices=rows,
             seq_lens=lens,
-            out_cache_loc=self._table.req_to_token[rows, lens - 1].to(torch.int64),
-            seq_lens_sum=sum(lengths),
+            out_cache_loc=self._table.req_to_token[rows, positions].to(torch.int64),
+            seq_lens_sum=int(lens_cpu.sum()),
             seq_lens_cpu=lens_cpu,
-            positions=lens - 1,
+            positions=positions,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             return_hidden_states_before_norm=False,
             spec_algorithm=self._runner.spec_algorithm,
-            num_token_non_padded_cpu=len(states),
+            num_token_non_padded_cpu=len(rows),
         )
         return self._runner.forward(batch).logits_output.next_token_logits
 

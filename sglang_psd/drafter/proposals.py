@@ -34,19 +34,22 @@ class ProposalSampler:
     generator: torch.Generator
 
     def __post_init__(self) -> None:
-        rows = self.rows
-        self.sampled = [i for i, r in enumerate(rows) if not r.greedy and r.seed is None]
-        self.seeded = [i for i, r in enumerate(rows) if not r.greedy and r.seed is not None]
-        chosen = [rows[i] for i in self.sampled]
-        self._sampled_index = self._tensor(self.sampled, torch.int64)
-        self._temperature = self._tensor([r.temperature for r in chosen], torch.float32).view(-1, 1)
-        self._top_k = self._tensor([min(r.top_k, self.top_m) for r in chosen], torch.int64).view(-1, 1)
-        self._top_p = self._tensor([r.top_p for r in chosen], torch.float32).view(-1, 1)
-        self._min_p = self._tensor([r.min_p for r in chosen], torch.float32).view(-1, 1)
-        self._seeded_index = self._tensor(self.seeded, torch.int64)
-        self._seeds = self._tensor([rows[i].seed or 0 for i in self.seeded], torch.int64)
-        seeded_rows = [rows[i] for i in self.seeded]
-        self._seeded_temperature = self._tensor([r.temperature for r in seeded_rows], torch.float32).view(-1, 1)
+        kinds = [(i, r.seed is not None) for i, r in enumerate(self.rows) if not r.greedy]
+        self.sampled = [i for i, seeded in kinds if not seeded]
+        self.seeded = [i for i, seeded in kinds if seeded]
+        # Nothing is copied to the device for kinds of row that the batch does not have.
+        if self.sampled:
+            chosen = [self.rows[i] for i in self.sampled]
+            self._sampled_index = self._tensor(self.sampled, torch.int64)
+            self._temperature = self._tensor([r.temperature for r in chosen], torch.float32).view(-1, 1)
+            self._top_k = self._tensor([min(r.top_k, self.top_m) for r in chosen], torch.int64).view(-1, 1)
+            self._top_p = self._tensor([r.top_p for r in chosen], torch.float32).view(-1, 1)
+            self._min_p = self._tensor([r.min_p for r in chosen], torch.float32).view(-1, 1)
+        if self.seeded:
+            chosen = [self.rows[i] for i in self.seeded]
+            self._seeded_index = self._tensor(self.seeded, torch.int64)
+            self._seeds = self._tensor([r.seed or 0 for r in chosen], torch.int64)
+            self._seeded_temperature = self._tensor([r.temperature for r in chosen], torch.float32).view(-1, 1)
 
     def _tensor(self, values: list, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
