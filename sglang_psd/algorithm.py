@@ -84,6 +84,8 @@ def _refuse_unsupported(args: PSDServerArgs) -> None:
         (args.enable_pdmux, "--enable-pdmux"),
         (args.speculative_adaptive, "--speculative-adaptive"),
         (args.enable_hisparse, "--enable-hisparse"),
+        # Its matcher cannot take a token back, and verifying a chain means trying drafts.
+        (args.grammar_backend == "outlines", "--grammar-backend outlines"),
     )
     for used, flag in refusals:
         if used:

@@ -108,7 +108,9 @@ class DraftingMixin(_Base):
             return time.monotonic()
         rows = []
         for req, tokens in zip(flight.batch.reqs, flight.tokens):
-            if tokens and client.is_open(req.rid) and not req.finished() and not may_end_with(req, tokens):
+            # A grammar may end inside the chunk and drop its tail: SGLang's book-keeping has the last word there.
+            certain = tokens and req.grammar is None and not req.finished() and not may_end_with(req, tokens)
+            if certain and client.is_open(req.rid):
                 rows.append(commit_row(req, tokens, counted=False))
                 flight.committed.add(req.rid)
         return client.commit(rows)

@@ -9,12 +9,11 @@ if TYPE_CHECKING:
 
 
 def needs_plain_step(req: Req) -> bool:
-    """Whether a request's law at later positions can only be had from SGLang's code for one token at a time.
+    """Whether a request's law at later positions can only be had from code for one token at a time.
 
-    Grammars and custom logit processors. Such a request takes part in every round without drafts: one exact
-    token per round.
+    Custom logit processors. Such a request takes part in every round without drafts: one exact token per round.
     """
-    return req.grammar is not None or bool(req.custom_logit_processor)
+    return bool(req.custom_logit_processor)
 
 
 def has_penalties(req: Req) -> bool:

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
+from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from sglang_psd.target.acceptance import Filters, VerifyRows, accept_chain, filtered_probs, target_choice
 from sglang_psd.target.penalties import PenaltyRow, apply_penalties, count_tokens
-from sglang_psd.target.requests import default_seed, has_penalties, is_greedy, min_length_stops, needs_plain_step
+from sglang_psd.target.requests import default_seed, has_penalties, is_greedy, min_length_stops
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -31,11 +32,13 @@ def to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
 class StagedDrafts:
     """Drafts of one batch on the device.
 
-    ``tokens`` ``[B, K] int64``, ``count`` ``[B] int64`` of them real; laws as in ``VerifyRows``.
+    ``tokens`` ``[B, K] int64``, ``count`` ``[B] int64`` of them real; laws as in ``VerifyRows``. ``chain`` is a copy on
+    the host, ``[B, K + 1] int64``, with the token that the drafts continue in front.
     """
 
     tokens: torch.Tensor
     count: torch.Tensor
+    chain: torch.Tensor
     law_ids: torch.Tensor | None
     law_probs: torch.Tensor | None
 
@@ -46,7 +49,7 @@ class ChunkSampler:
     Parameters
     ----------
     model_runner : ModelRunner
-        The target's; its logit adjustments (grammar, bias, custom processors) are used as they are.
+        The target's; its custom logit processors are applied by its own sampler.
     server_args : ServerArgs
     """
 
@@ -80,7 +83,9 @@ class ChunkSampler:
         chunk = drafts.tokens.shape[1] + 1
         logits = output.next_token_logits.view(len(reqs), chunk, -1)
         apply_penalties(logits, drafts.tokens, self._penalty_rows(reqs, info.vocab_size))
-        self._adjust_logits(reqs, info, logits)
+        if batch.has_grammar:
+            self._apply_grammars(reqs, info, logits, drafts.chain)
+        self._adjust_logits(info, logits)
         filters = self._filters(reqs, info)
         uniforms = torch.from_numpy(self._random.random((len(reqs), chunk), dtype=np.float32))
         rows = VerifyRows(
@@ -123,20 +128,34 @@ class ChunkSampler:
             )
         return rows
 
-    def _adjust_logits(self, reqs: list[Req], info: SamplingBatchInfo, logits: torch.Tensor) -> None:
+    def _apply_grammars(
+        self, reqs: list[Req], info: SamplingBatchInfo, logits: torch.Tensor, chain: torch.Tensor
+    ) -> None:
+        """Mask every position by what the grammar allows after the drafts before it.
+
+        Host work, done while the forward runs. A draft that breaks its grammar loses its probability and is
+        rejected like any other; SGLang's traversal leaves the matchers where they were.
+        """
+        links = torch.full_like(chain, -1)
+        links[:, :-1] = torch.arange(1, chain.shape[1])
+        tree = GrammarTree.from_host(links, torch.full_like(chain, -1), chain)
+        mask = build_grammar_vocab_mask(reqs=reqs, tree=tree, sampling_info=info, device=self._device, barrier=None)
+        if mask is not None:
+            mask.apply(logits.view(-1, logits.shape[-1]))
+
+    def _adjust_logits(self, info: SamplingBatchInfo, logits: torch.Tensor) -> None:
         """SGLang's own adjustments, in place, as its sampler makes them.
 
-        A bias is the same at every position. Grammar masks and custom processors are made for one position;
-        requests that ask for them have no drafts (``needs_plain_step``).
+        A bias is the same at every position. Custom processors are made for one position; requests that ask for
+        them have no drafts (``needs_plain_step``).
         """
-        if info.logit_bias is not None and logits.shape[1] > 1:
-            logits[:, 1:].add_(info.logit_bias.unsqueeze(1))
-        if info.logit_bias is None and not any(needs_plain_step(req) for req in reqs):
+        if info.logit_bias is not None:
+            logits.add_(info.logit_bias.unsqueeze(1))
+        if not info.has_custom_logit_processor:
             return
-        first = LogitsProcessorOutput(next_token_logits=logits[:, 0].contiguous())
-        self._runner._preprocess_logits(first, info)
-        self._runner.sampler._preprocess_logits(first.next_token_logits, info)
-        logits[:, 0] = first.next_token_logits
+        first = logits[:, 0].contiguous()
+        self._runner.sampler._preprocess_logits(first, info)
+        logits[:, 0] = first
 
     def _filters(self, reqs: list[Req], info: SamplingBatchInfo) -> Filters:
         own = [req.sampling_params.sampling_seed for req in reqs]

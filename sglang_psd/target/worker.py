@@ -136,7 +136,8 @@ class PSDWorker(BaseSpecWorker):
         batch.out_cache_loc = batch.out_cache_loc.view(-1).to(torch.int64)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.spec_info = chain_verify_input(self.chunk, positions)
-        return StagedDrafts(packed[:, 1 : 1 + steps], packed[:, -1], *self._stage_laws(staged))
+        chain = torch.from_numpy(host)[:, : self.chunk]
+        return StagedDrafts(packed[:, 1 : 1 + steps], packed[:, -1], chain, *self._stage_laws(staged))
 
     def _stage_laws(self, staged: list[DraftRow | None]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if not any(row is not None and row.law_ids is not None for row in staged):
@@ -146,7 +147,8 @@ class PSDWorker(BaseSpecWorker):
 
     def _no_drafts(self, batch_size: int) -> StagedDrafts:
         empty = torch.empty(batch_size, 0, dtype=torch.int64, device=self.device)
-        return StagedDrafts(empty, torch.zeros(batch_size, dtype=torch.int64, device=self.device), None, None)
+        none = torch.zeros(batch_size, dtype=torch.int64, device=self.device)
+        return StagedDrafts(empty, none, torch.zeros(batch_size, 1, dtype=torch.int64), None, None)
 
 
 def _pack_laws(staged: list[DraftRow | None], num_steps: int) -> tuple[np.ndarray, np.ndarray]:
