@@ -159,6 +159,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook("admission", _SRT + "managers.schedule_policy.PrefillAdder.__init__", "AFTER", _constant(count_other_slots)),
     Hook("serve_help", "sglang.cli.serve.serve", "IMPORT", None),
     Hook("kernel_loader", "sgl_kernel.load_utils._load_architecture_specific_ops", "IMPORT", None),
+    Hook("cpu_grammar", _SRT + "constrained.xgrammar_backend._allocate_token_bitmask", "IMPORT", None),
     Hook("cpu_attention", _SRT + "layers.attention.attention_registry.create_torch_native_backend", "IMPORT", None),
 )
 

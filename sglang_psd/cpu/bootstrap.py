@@ -4,8 +4,8 @@
 files are all that the CPU path needs. SGLang's child processes import it while they unpickle
 their target function, before any plugin runs, so the remedy has to be in place when Python
 starts: a ``.pth`` file imports this module. It must stay cheap and free of imports beyond
-``sys``: nothing happens until somebody imports one of three modules, and the kernel library is left
-alone where ``libcuda`` can be loaded.
+``sys``: nothing happens until somebody imports one of four modules, and kernel library and grammar
+backend are left alone where ``libcuda`` can be loaded.
 
 ``sglang serve --help`` prints its flags before it loads plugins; the second hook loads them first.
 """
@@ -14,6 +14,7 @@ import sys
 
 _KERNEL_LOADER = "sgl_kernel.load_utils"
 _SERVE = "sglang.cli.serve"
+_GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 
 
 def gpu_driver_present() -> bool:
@@ -28,13 +29,15 @@ def gpu_driver_present() -> bool:
 
 
 class _ImportHook:
-    """Meta path finder: watches three module names, changes nothing else."""
+    """Meta path finder: watches four module names, changes nothing else."""
 
     def find_spec(self, name, path=None, target=None):
         if name == _SERVE:
             return _with_patch(name, path, target, _load_plugins_before_help)
-        if name not in ("sglang", _KERNEL_LOADER) or gpu_driver_present():
+        if name not in ("sglang", _KERNEL_LOADER, _GRAMMAR) or gpu_driver_present():
             return None
+        if name == _GRAMMAR:
+            return _with_patch(name, path, target, _mask_on_cpu)
         if name == _KERNEL_LOADER:
             return _with_patch(name, path, target, _skip_kernel_libraries)
         import os
@@ -74,6 +77,12 @@ def _with_patch(name, path, target, patch):
 def _skip_kernel_libraries(module) -> None:
     module._load_architecture_specific_ops = lambda: None
     module._preload_cuda_library = lambda: None
+
+
+def _mask_on_cpu(module) -> None:
+    from sglang_psd.cpu.grammar import patch
+
+    patch(module)
 
 
 def _load_plugins_before_help(module) -> None:

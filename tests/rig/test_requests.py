@@ -185,11 +185,13 @@ def test_greedy_beside_sampled(run_case, models, oracle, loop) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("draft", ["D_same", "D_mid", "D_bad"])
-def test_structured_output(run_case, models, draft, loop) -> None:
+@pytest.mark.parametrize(
+    ("draft", "library"),
+    [("D_same", "llguidance"), ("D_same", "xgrammar"), ("D_mid", "xgrammar"), ("D_bad", "llguidance")],
+)
+def test_structured_output(run_case, models, draft, library, loop) -> None:
     """Constrained requests are drafted too: a draft that breaks the grammar is a rejection, and the text is plain's."""
-    # llguidance: SGLang's xgrammar backend allocates pinned memory, which needs a GPU.
-    backend = {"grammar_backend": "llguidance"}
+    backend = {"grammar_backend": library}
     constrained: list[Ask] = [
         (PROMPTS[0], 20, {"regex": "[ab]{5}c", "ignore_eos": False}),
         (PROMPTS[1], 20, {"regex": "[ab]{5}c", "ignore_eos": False, "temperature": 1.0, "sampling_seed": 5}),
