@@ -159,6 +159,8 @@ def decode(data: bytes) -> Message:
         raise ProtocolError(f"The drafter channel carried a malformed message ({error}).") from None
     if isinstance(message, Proposals):
         _check_proposals(message)
+    elif isinstance(message, Open) and len(message.tokens) % TOKEN.itemsize:
+        raise ProtocolError("The drafter channel carried a prompt that is not a whole number of tokens.")
     elif isinstance(message, Hello) and message.schema_version != SCHEMA_VERSION:
         raise ProtocolError(
             f"The drafter speaks schema {message.schema_version}, this server {SCHEMA_VERSION}; "
