@@ -9,6 +9,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_psd.compat import check_draft_model
 from sglang_psd.errors import PSDConfigError, UnsupportedFeatureError
+from sglang_psd.scheduler.devices import choose_device
 
 if TYPE_CHECKING:
     from sglang_psd.server_args import PSDServerArgs
@@ -67,6 +68,7 @@ def validate_server_args(args: PSDServerArgs) -> None:
             "PSD: at most %d requests run at once, both slots together; raise it with --max-running-requests.",
             DEFAULT_MAX_RUNNING_REQUESTS,
         )
+    _check_drafter_flags(args)
     # PSD brings its own overlapped loop: SGLang's result relay would only lag behind it.
     args.disable_overlap_schedule = True
     check_draft_model(args)
@@ -92,6 +94,22 @@ def _refuse_unsupported(args: PSDServerArgs) -> None:
             raise UnsupportedFeatureError(
                 f"PSD does not work with {flag} yet; remove that flag, or serve without drafts by --psd-mode off."
             )
+
+
+def _check_drafter_flags(args: Any) -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    backend = args.psd_drafter_attention_backend
+    if backend is not None and backend not in ATTENTION_BACKENDS:
+        raise PSDConfigError(
+            f"--psd-drafter-attention-backend must be one of {', '.join(sorted(ATTENTION_BACKENDS))}, got {backend!r}."
+        )
+    if args.device == "cpu":
+        choose_device(args.psd_drafter_device, [], 0)
+    else:
+        import torch
+
+        choose_device(args.psd_drafter_device, [args.base_gpu_id], torch.cuda.device_count())
 
 
 def _complete_chain_shape(args: Any) -> None:

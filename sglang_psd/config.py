@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,8 @@ from sglang_psd.errors import PSDConfigError
 
 ALGORITHM = "PSD"
 MODES = ("parallel", "sequential", "off")
+# As SGLang's --dtype.
+DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 LOOPS = ("overlapped", "synchronous")
 
 # Flags and keywords; the other fields of PSDConfig can be set through --psd-config only.
@@ -106,6 +107,8 @@ class PSDConfig:
         _check_minimum("hung_after_s", self.hung_after_s, 0.1)
         if self.drafter_device is not None:
             check_device_name(self.drafter_device)
+        if self.drafter_dtype is not None:
+            _check_choice("drafter_dtype", self.drafter_dtype, DTYPES)
         if self.trace is not None:
             check_trace_path(self.trace)
 
@@ -182,17 +185,18 @@ def load_config_source(source: str | Mapping[str, Any] | None) -> Mapping[str, A
     if isinstance(source, Mapping):
         return source
     text = source.strip()
-    if not text.startswith("{"):
+    if not text.startswith(("{", "[")):
         try:
-            with open(text, encoding="utf-8") as file:
+            with open(text, encoding="utf-8-sig") as file:
                 text = file.read()
         except (OSError, UnicodeDecodeError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or type(error).__name__
             raise PSDConfigError(
-                f"--psd-config {source!r} is neither a JSON object nor a readable file ({error})."
+                f"--psd-config {_shorten(source)} is neither a JSON object nor a readable file ({reason})."
             ) from None
     try:
         parsed = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise PSDConfigError(f"--psd-config holds malformed JSON ({error}).") from None
     if not isinstance(parsed, dict):
         raise PSDConfigError('--psd-config must hold a JSON object such as {"mode": "parallel"}.')
@@ -209,9 +213,19 @@ def check_device_name(device: str) -> None:
 
 def check_trace_path(path: str) -> None:
     """Refuse a trace file that cannot be written, before any model is loaded."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise PSDConfigError(f"--psd-trace {path!r} is not a writable file path; create its folder first.")
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PSDConfigError(
+            f"--psd-trace {_shorten(path)} cannot be written ({reason}); name a file in an existing folder."
+        ) from None
+
+
+def _shorten(text: str, limit: int = 80) -> str:
+    """``repr`` of user input that keeps an error message to one readable line."""
+    return repr(text if len(text) <= limit else text[:limit] + "…")
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

@@ -8,12 +8,30 @@ processes import this module while unpickling, so importing it has no side effec
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from sglang_psd.config import ALGORITHM, FLAG_FIELDS, MODES, PSDConfig, flag_name, resolve_config
+from sglang_psd.config import ALGORITHM, DTYPES, FLAG_FIELDS, MODES, PSDConfig, flag_name, resolve_config
 from sglang_psd.errors import PSDConfigError
+
+
+def check_draft_path(path: str | None) -> None:
+    """Refuse a draft path that looks local and is no checkpoint; names of a hub are left to SGLang.
+
+    Raises
+    ------
+    PSDConfigError
+        There is no such folder, or it holds no ``config.json``.
+    """
+    if path is None:
+        return
+    looks_local = not path or path.startswith((".", "/", "~")) or os.path.isdir(path)
+    if looks_local and not os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
+        raise PSDConfigError(
+            f"--speculative-draft-model-path {path!r} is no folder with a model's config.json; name a draft checkpoint."
+        )
 
 
 @dataclasses.dataclass
@@ -55,7 +73,7 @@ class PSDServerArgs(ServerArgs):
     ] = None
     psd_drafter_dtype: A[
         str | None,
-        Arg(help="PSD: dtype of the drafter, as --dtype. Default: the draft checkpoint's own."),
+        Arg(help="PSD: dtype of the drafter, as --dtype. Default: the draft checkpoint's own.", choices=list(DTYPES)),
         NS("spec"),
     ] = None
     psd_proposal_top_m: A[
@@ -90,6 +108,8 @@ class PSDServerArgs(ServerArgs):
                 setattr(self, "psd_" + field, getattr(config, field))
             if config.mode == "off":
                 self._step_aside()
+            else:
+                check_draft_path(self.speculative_draft_model_path)
         super().__post_init__()
 
     def uses_psd(self) -> bool:

@@ -75,6 +75,14 @@ class DraftEngine:
             if state is not None:
                 self._model.release(state)
 
+    def commit(self, row: RoundRow) -> DraftState | None:
+        """Take over a row's new tokens; a request that is out of step is forgotten. None: unknown from now on."""
+        state = self._states.get(row.rid)
+        if state is not None and not state.commit(row.new_tokens, row.base_len):
+            self.close(Close([row.rid]))
+            return None
+        return state
+
     def backlog(self, rid: str) -> int:
         """Tokens of ``rid`` that still need KV, beyond what a round catches up by itself."""
         state = self._states.get(rid)
@@ -99,10 +107,7 @@ class DraftEngine:
         started = time.monotonic()
         ready: list[DraftState] = []
         for row in rows:
-            state = self._states.get(row.rid)
-            if state is not None and not state.commit(row.new_tokens, row.base_len):
-                self.close(Close([row.rid]))
-                state = None
+            state = self.commit(row)
             if state is not None and self._usable(state, num_steps) and self._catch_up(state):
                 ready.append(state)
         ready = [state for state in ready if self._model.reserve(state, len(state.tokens) + num_steps - 1)]

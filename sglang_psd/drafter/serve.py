@@ -12,7 +12,7 @@ from collections import deque
 
 import msgspec
 
-from sglang_psd.channel.messages import Close, Failure, Message, Open, Ping, Round, RoundRow, Shutdown
+from sglang_psd.channel.messages import Close, Failure, Message, Open, Ping, Round, Shutdown
 from sglang_psd.channel.transport import Channel
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.errors import ProtocolError
@@ -78,15 +78,22 @@ class DrafterLoop:
             self._channel.send(self._engine.stats(message.ping_id))
 
     def _draft(self, message: Round, received_s: float) -> None:
-        """Answer rows that only need decode steps first; rows whose prompt is still to be read come after."""
-        warm = [row for row in message.rows if not self._engine.backlog(row.rid)]
-        cold = [row for row in message.rows if self._engine.backlog(row.rid)]
-        for rows in (warm, cold):
-            if rows:
-                self._send_drafts(message, rows, received_s)
+        """Answer rows that only need decode steps first; rows whose prompt is still to be read come after.
 
-    def _send_drafts(self, message: Round, rows: list[RoundRow], received_s: float) -> None:
-        self._channel.send(self._engine.draft(message.round_id, rows, message.num_steps, received_s))
+        A row that a later round in the inbox overtakes is only committed: nobody waits for its drafts any more.
+        """
+        overtaken = {row.rid for _, later in self._inbox if isinstance(later, Round) for row in later.rows}
+        rows = []
+        for row in message.rows:
+            if row.rid in overtaken:
+                self._engine.commit(row)
+            else:
+                rows.append(row)
+        warm = [row for row in rows if not self._engine.backlog(row.rid)]
+        cold = [row for row in rows if self._engine.backlog(row.rid)]
+        for group in (warm, cold):
+            if group:
+                self._channel.send(self._engine.draft(message.round_id, group, message.num_steps, received_s))
 
 
 def bind_life_to_parent(parent_pid: int) -> None:

@@ -157,7 +157,7 @@ class DraftClient:
         watch : callable, optional
             Called while waiting; returns whether there is something to watch for. The wait is then made of short steps.
         """
-        started = time.monotonic()
+        started, was_stalled = time.monotonic(), self._stalled
         expected = {item[0] for item in wanted if item is not None and self._asked.get(item[0]) == item[1]}
         # A drafter that let one round wait for nothing does not get to do it again before it has answered.
         self._wait_for(expected, started + (0.0 if self._stalled else self._timeout_s), watch)
@@ -165,7 +165,7 @@ class DraftClient:
         for i, item in enumerate(wanted):
             if item is not None and item[0] in expected:
                 self._pick(taken, i, *item)
-        if taken.late and self.usable and not self._stalled:
+        if taken.late and self.usable and not was_stalled:
             self._stalled, self._stalled_since_s = True, time.monotonic()
             logger.warning(
                 "PSD: the drafter did not answer within %.1f s; rounds run without drafts until it does.",
@@ -247,12 +247,12 @@ class DraftClient:
 
     def _accept(self, message: Proposals) -> None:
         received_s = time.monotonic()
-        self._stalled = False
         sent_s = self._sent_s.get(message.round_id, message.received_s)
         answer = DraftAnswer(message.round_id, message.rids, sent_s, received_s, message.started_s, message.finished_s)
         for rid, row in unpack_rows(message).items():
             if self._asked.get(rid) == row.base_len:
-                self._arrived[rid] = (row, answer)
+                # Only an answer that is of use ends a stall: a drafter may be working through what it missed.
+                self._arrived[rid], self._stalled = (row, answer), False
         self._on_answer(answer)
 
     def _forget(self, rid: str) -> None:

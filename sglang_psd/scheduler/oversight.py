@@ -37,6 +37,9 @@ class OversightMixin(_Base):
             return super().pause_generation(recv_req)
         for slot in self.psd_slots:
             self._psd_finish(slot)
+            if slot.last is not None and self.chunked_req is not None:
+                # SGLang retracts the prompt that is being read by itself: it must not meet it in a slot as well.
+                slot.last.filter_batch(chunked_req_to_exclude=self.chunked_req)
         for slot in self.psd_slots:
             self._psd_enter(slot)
             super().pause_generation(recv_req)
@@ -58,10 +61,10 @@ class OversightMixin(_Base):
         AssertionError
             The accounting is broken; the message says where.
         """
-        owners: dict[str, int] = {}
+        owners: dict[int, int] = {}
         for slot in self.psd_slots:
             for req in slot.live_requests():
-                assert owners.setdefault(req.rid, slot.index) == slot.index, f"{req.rid} is in two slots"
+                assert owners.setdefault(id(req), slot.index) == slot.index, f"{req.rid} is in two slots"
         self.invariant_checker.self_check_during_busy()
 
     def psd_shutdown(self) -> None:

@@ -97,6 +97,12 @@ REFUSED = [
     ({"draft": "D_mid", "psd_config": '{"speed": 11}'}, "speed"),
     ({"draft": "D_mid", "psd_trace": "/nonexistent/folder/trace.jsonl"}, "--psd-trace"),
     ({"draft": "D_tok"}, "--speculative-draft-model-path"),
+    ({"draft": "no_such_folder"}, "--speculative-draft-model-path"),
+    ({"draft": ""}, "--speculative-draft-model-path"),
+    ({"draft": "D_mid", "psd_drafter_attention_backend": "nonsense"}, "--psd-drafter-attention-backend"),
+    ({"draft": "D_mid", "psd_drafter_dtype": "int8"}, "--psd-drafter-dtype"),
+    ({"draft": "D_mid", "psd_drafter_device": "cuda:9"}, "--psd-drafter-device"),
+    ({"draft": "D_mid", "grammar_backend": "outlines"}, "--grammar-backend"),
 ]
 
 

@@ -224,3 +224,27 @@ def test_a_request_larger_than_the_pool(run_case, models, oracle, loop) -> None:
     plain, found = run_case(case, False), run_case(case, True)
     assert found[0].ids == plain[0].ids and found[0].finish == plain[0].finish
     assert_prefixes(found[1:], [20], oracle.greedy([PROMPTS[1]]))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("turns", range(1, 9))
+def test_pause_while_a_prompt_is_read_in_chunks(run_case, models, oracle, loop, turns) -> None:
+    """The prompt that is being read stands in a slot and by itself: it is retracted once, whichever turn it is."""
+    long_prompts = [PROMPTS[i % len(PROMPTS)] * 6 for i in range(3)]
+
+    def case() -> list[Output]:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+        with Rig(models, "D_mid", 3, loop=loop, chunked_prefill_size=16) as rig:
+            rids = [rig.submit(ids, 12) for ids in [*PROMPTS[:2], *long_prompts]]
+            rig.turns(turns)
+            rig.tell(PauseGenerationReqInput(mode="retract"))
+            assert all(slot.drained() for slot in rig.scheduler.psd_slots)
+            assert len(rig.scheduler.waiting_queue) == len(rids)
+            rig.tell(ContinueGenerationReqInput())
+            rig.run_until_done()
+            rig.idle_check()
+            return [rig.output(rid) for rid in rids]
+
+    truth = oracle.greedy([*PROMPTS[:2], *long_prompts])
+    assert_prefixes(run_case(case), [12] * 5, truth)

@@ -42,8 +42,11 @@ def test_defaults_are_valid_and_frozen() -> None:
         ({"drafter_device": "cuda:x"}, ["--psd-drafter-device"]),
         ({"drafter_device": "cuda:"}, ["--psd-drafter-device"]),
         ({"drafter_device": "cpu:0"}, ["--psd-drafter-device"]),
-        ({"trace": "/no/such/folder/trace.jsonl"}, ["--psd-trace", "create its folder"]),
+        ({"trace": "/no/such/folder/trace.jsonl"}, ["--psd-trace", "existing folder"]),
         ({"trace": "/"}, ["--psd-trace"]),
+        ({"trace": ""}, ["--psd-trace"]),
+        ({"trace": "a\0b"}, ["--psd-trace"]),
+        ({"drafter_dtype": "int8"}, ["--psd-drafter-dtype", "bfloat16"]),
     ],
 )
 def test_bad_values_name_the_option(options: dict, words: list[str]) -> None:
@@ -73,7 +76,8 @@ def test_flags_win_over_json_over_defaults(tmp_path) -> None:
     [
         ('{"mode": ', "malformed JSON"),
         ("{" * 10_000, "malformed JSON"),
-        ("[1, 2]", "readable file"),
+        ("[1, 2]", "must hold a JSON object"),
+        ('{"proposal_top_m": ' + "9" * 5000 + "}", "malformed JSON"),
         ("no-such-file.json", "readable file"),
         ("\0", "readable file"),
         ({"modes": "off"}, "no option 'modes'"),

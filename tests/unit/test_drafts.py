@@ -238,3 +238,19 @@ def test_ping() -> None:
     assert bench.client.ping() == stats
     assert isinstance(bench.channel.sent[-1], m.Ping)
     assert bench.client.ping(0.02) is None
+
+
+def test_a_stall_is_told_once_and_ends_with_a_useful_answer(caplog) -> None:
+    """Answers to rounds that have moved on neither end the stall nor bring a second warning."""
+    bench = Bench(timeout_s=0.02)
+    stale = bench.begin("a")
+    assert bench.client.take([("a", 6, 3)]).late == 1
+    for length in range(7, 27):
+        bench.client.commit([m.RoundRow("a", length, [9])])
+        bench.answer(stale, "a", base_len=6)
+        assert bench.client.take([("a", length, 3)]).late == 1
+    assert sum("did not answer" in record.message for record in caplog.records) == 1
+    bench.client.commit([m.RoundRow("a", 27, [9])])
+    bench.answer(99, "a", base_len=27)
+    assert bench.client.take([("a", 27, 3)]).late == 0
+    assert not bench.client._stalled
