@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sglang_psd.demo.run import MODES, START_TIMEOUT_S
+from sglang_psd.demo.run import MODES, START_TIMEOUT_S, mode_flags
 from sglang_psd.resources import TINY_DRAFT, TINY_TARGET, load_prompts
 from sglang_psd.server_process import ServerProcess
 
@@ -71,10 +71,7 @@ def write_dataset(path: Path, count: int) -> None:
 def arm_flags(options: BenchOptions, mode: str) -> list[str]:
     """Server flags of one arm."""
     flags = ["--model-path", options.target, "--random-seed", "1"]
-    if mode != "plain":
-        flags += ["--speculative-algorithm", "PSD", "--speculative-draft-model-path", options.draft]
-        flags += ["--speculative-num-steps", str(options.num_steps), "--psd-mode", mode]
-    return flags + options.extra
+    return flags + mode_flags(options, mode) + options.extra
 
 
 def bench_command(options: BenchOptions, url: str, dataset: Path, result: Path) -> list[str]:
@@ -99,8 +96,8 @@ def run_bench(options: BenchOptions) -> int:
                     server.wait_ready(START_TIMEOUT_S)
                 command = bench_command(options, server.url, folder / "prompts.jsonl", folder / f"{mode}.jsonl")
                 subprocess.run(command, check=True)
-            line = (folder / f"{mode}.jsonl").read_text().splitlines()[-1]
-            figures[mode] = {key: json.loads(line).get(key) for key, _ in COLUMNS}
+            measured = json.loads((folder / f"{mode}.jsonl").read_text().splitlines()[-1])
+            figures[mode] = {key: measured.get(key) for key, _ in COLUMNS}
     console.print(_table(options, figures))
     summary = {"concurrency": options.concurrency, "num_steps": options.num_steps, "arms": figures}
     if options.out is not None:

@@ -55,16 +55,13 @@ def compare_vocabularies(
 
 
 @functools.lru_cache(maxsize=8)
-def _read_checkpoint(path: str, tokenizer_path: str, mode: str, trust_remote_code: bool, revision: str | None):
-    from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length, get_tokenizer
+def _read_vocabulary(tokenizer_path: str, mode: str, trust_remote_code: bool, revision: str | None) -> dict[str, int]:
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-    config = get_config(path, trust_remote_code=trust_remote_code, revision=revision)
-    text_config = getattr(config, "text_config", config)
     tokenizer = get_tokenizer(
         tokenizer_path, tokenizer_mode=mode, trust_remote_code=trust_remote_code, tokenizer_revision=revision
     )
-    vocabulary = dict(tokenizer.get_vocab())
-    return vocabulary, int(text_config.vocab_size), int(get_context_length(text_config))
+    return dict(tokenizer.get_vocab())
 
 
 @functools.lru_cache(maxsize=8)
@@ -107,10 +104,8 @@ def check_draft_model(args: PSDServerArgs) -> None:
             )
     else:
         mode = args.tokenizer_mode
-        target, _, _ = _read_checkpoint(
-            args.model_path, args.tokenizer_path or args.model_path, mode, trust, args.revision
-        )
-        draft, _, _ = _read_checkpoint(draft_path, draft_path, mode, trust, args.speculative_draft_model_revision)
+        target = _read_vocabulary(args.tokenizer_path or args.model_path, mode, trust, args.revision)
+        draft = _read_vocabulary(draft_path, mode, trust, args.speculative_draft_model_revision)
         compare_vocabularies(target, draft, target_size, draft_size)
     context = args.context_length or target_context
     if draft_context < context:

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from sglang_psd.errors import PSDConfigError
 
@@ -128,23 +128,20 @@ class PSDConfig:
 
 _NONE = type(None)
 _KIND_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", _NONE: "absent"}
-_FIELD_KINDS: dict[str, tuple[type, ...]] = {
-    "mode": (str,),
-    "drafter_device": (str, _NONE),
-    "drafter_mem_fraction": (float, int, _NONE),
-    "drafter_attention_backend": (str, _NONE),
-    "drafter_dtype": (str, _NONE),
-    "proposal_top_m": (int,),
-    "trace": (str, _NONE),
-    "loop": (str,),
-    "min_parallel_requests": (int,),
-    "rebalance_threshold": (int,),
-    "draft_timeout_s": (float, int),
-    "start_timeout_s": (float, int),
-    "restart": (bool,),
-    "hung_after_s": (float, int),
-    "integrity_checks": (bool,),
-}
+
+
+def _kinds(hint: Any) -> tuple[type, ...]:
+    """Types that a field of the annotated type takes; a whole number is a number too."""
+    kinds = get_args(hint) or (hint,)
+    return (*kinds, int) if float in kinds else kinds
+
+
+_FIELD_KINDS = {name: _kinds(hint) for name, hint in get_type_hints(PSDConfig).items()}
+
+
+def uses_psd(server_args: Any) -> bool:
+    """Whether ``--speculative-algorithm PSD`` is asked for; any ``ServerArgs`` will do."""
+    return (server_args.speculative_algorithm or "").upper() == ALGORITHM
 
 
 def flag_name(field: str) -> str:

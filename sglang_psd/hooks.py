@@ -6,11 +6,13 @@ Each hook has a file in ``patches/`` that says why it exists and what upstream c
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_psd.config import ALGORITHM
+from sglang_psd.config import ALGORITHM, uses_psd
+from sglang_psd.errors import PatchError
 
 _SRT = "sglang.srt."
 # Position of ``spec_info`` in FlashInferIndicesUpdaterPrefill.call_begin_forward, without self.
@@ -92,7 +94,7 @@ def exact_decode_reserve(original, server_args=None):
     from sglang.srt.runtime_context import get_server_args
 
     args = server_args if server_args is not None else get_server_args()
-    if (args.speculative_algorithm or "").upper() != ALGORITHM:
+    if not uses_psd(args):
         return original(server_args)
     return get_alloc_len_per_decode(args)
 
@@ -164,6 +166,19 @@ HOOKS: tuple[Hook, ...] = (
 )
 
 
+def resolve(target: str) -> Any:
+    """What stands at ``pkg.mod.Class.attr`` now; module names are lower case in SGLang.
+
+    Raises
+    ------
+    ImportError, AttributeError
+        There is no such module or attribute.
+    """
+    parts = target.split(".")
+    split = next((i for i, part in enumerate(parts) if part[:1].isupper()), len(parts) - 1)
+    return pkgutil.resolve_name(".".join(parts[:split]) + ":" + ".".join(parts[split:]))
+
+
 def verify_applied() -> None:
     """Fail when SGLang's registry could not apply a hook: it only logs that.
 
@@ -172,21 +187,10 @@ def verify_applied() -> None:
     PatchError
         Names the first hook that is not in place.
     """
-    import importlib
-
-    from sglang_psd.errors import PatchError
-
     for hook in HOOKS:
         if hook.load is None:
             continue
-        module_path, _, attribute = hook.target.rpartition(".")
-        owner_path, _, owner_name = module_path.rpartition(".")
-        owner = (
-            getattr(importlib.import_module(owner_path), owner_name)
-            if owner_name[:1].isupper()
-            else importlib.import_module(module_path)
-        )
-        found, ours = getattr(owner, attribute), hook.load()
+        found, ours = resolve(hook.target), hook.load()
         if found is not ours and not hasattr(found, "__wrapped__"):
             raise PatchError(
                 f"The hook {hook.name!r} on {hook.target} is not in place; run 'sglang-psd check' to see which SGLang "

@@ -10,14 +10,12 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import inspect
-import pkgutil
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sglang_psd.errors import PatchError
-from sglang_psd.hooks import HOOKS, Hook
+from sglang_psd.hooks import HOOKS, Hook, resolve
 
 _HEAD = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 REQUIRED_FIELDS = ("target", "kind", "sglang", "fingerprint", "reason")
@@ -61,19 +59,12 @@ def read_entry(path: Path) -> dict[str, str]:
 
 def fingerprint(target: str) -> str:
     """First 16 hex digits of the SHA-256 of the target's original source."""
-    resolved: Any = pkgutil.resolve_name(_with_colon(target))
+    resolved = resolve(target)
     original = inspect.unwrap(resolved) if callable(resolved) and not isinstance(resolved, type) else resolved
     if isinstance(original, type):
         # A replaced class: look at the original below ours.
         original = next(cls for cls in original.__mro__ if not cls.__module__.startswith("sglang_psd"))
     return hashlib.sha256(inspect.getsource(original).encode()).hexdigest()[:16]
-
-
-def _with_colon(target: str) -> str:
-    """``pkg.mod.Class.attr`` as ``pkg.mod:Class.attr``: module names are lower case in SGLang."""
-    parts = target.split(".")
-    split = next((i for i, part in enumerate(parts) if part[:1].isupper()), len(parts) - 1)
-    return ".".join(parts[:split]) + ":" + ".".join(parts[split:])
 
 
 def check_hook(hook: Hook, folder: Path) -> Finding:

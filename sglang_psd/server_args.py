@@ -13,7 +13,7 @@ import os
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from sglang_psd.config import ALGORITHM, DTYPES, FLAG_FIELDS, MODES, PSDConfig, flag_name, resolve_config
+from sglang_psd.config import ALGORITHM, DTYPES, FLAG_FIELDS, MODES, PSDConfig, flag_name, resolve_config, uses_psd
 from sglang_psd.errors import PSDConfigError
 
 
@@ -100,10 +100,10 @@ class PSDServerArgs(ServerArgs):
 
         if defaults.cpu_only():
             defaults.fill_server_args(self)
-        if not self.uses_psd():
+        if not uses_psd(self):
             self._refuse_orphan_flags()
         else:
-            config = resolve_config({f: getattr(self, "psd_" + f) for f in FLAG_FIELDS}, self.psd_config)
+            config = self.psd()
             for field in FLAG_FIELDS:
                 setattr(self, "psd_" + field, getattr(config, field))
             if config.mode == "off":
@@ -111,10 +111,6 @@ class PSDServerArgs(ServerArgs):
             else:
                 check_draft_path(self.speculative_draft_model_path)
         super().__post_init__()
-
-    def uses_psd(self) -> bool:
-        """Whether ``--speculative-algorithm PSD`` is asked for."""
-        return (self.speculative_algorithm or "").upper() == ALGORITHM
 
     def psd(self) -> PSDConfig:
         """The resolved options (flags over ``--psd-config`` over defaults)."""

@@ -19,16 +19,12 @@ class ChatAnswer:
     prompt, text : str
     completion_tokens : int
         From the usage chunk.
-    first_token_s, done_s : float
-        Seconds after the request was sent.
     finish_reason : str or None
     """
 
     prompt: str
     text: str = ""
     completion_tokens: int = 0
-    first_token_s: float = 0.0
-    done_s: float = 0.0
     finish_reason: str | None = None
 
 
@@ -56,7 +52,6 @@ class ChatRun:
 
 
 async def _stream_one(client: AsyncOpenAI, answer: ChatAnswer, max_tokens: int, notify: Callable[[], None]) -> None:
-    started = time.monotonic()
     stream = await client.chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": answer.prompt}],
@@ -68,14 +63,11 @@ async def _stream_one(client: AsyncOpenAI, answer: ChatAnswer, max_tokens: int, 
     async for chunk in stream:
         for choice in chunk.choices:
             if choice.delta.content:
-                if not answer.text:
-                    answer.first_token_s = time.monotonic() - started
                 answer.text += choice.delta.content
             answer.finish_reason = choice.finish_reason or answer.finish_reason
         if chunk.usage is not None:
             answer.completion_tokens = chunk.usage.completion_tokens
         notify()
-    answer.done_s = time.monotonic() - started
 
 
 def stream_chats(

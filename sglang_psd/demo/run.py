@@ -62,6 +62,14 @@ class ModeResult:
     psd: dict[str, Any]
 
 
+def mode_flags(options: Any, mode: str) -> list[str]:
+    """What makes a server one of ``MODES``; ``options`` has ``draft`` and ``num_steps``."""
+    if mode == "plain":
+        return []
+    flags = ["--speculative-algorithm", "PSD", "--speculative-draft-model-path", options.draft]
+    return [*flags, "--speculative-num-steps", str(options.num_steps), "--psd-mode", mode]
+
+
 def server_flags(options: DemoOptions, mode: str, trace: Path) -> list[str]:
     """Command line of one demo server."""
     flags = ["--model-path", options.target, "--random-seed", "1", "--log-level", "info"]
@@ -73,9 +81,8 @@ def server_flags(options: DemoOptions, mode: str, trace: Path) -> list[str]:
         flags += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
         flags += ["--mem-fraction-static", "0.5"]
     if mode != "plain":
-        flags += ["--speculative-algorithm", "PSD", "--speculative-draft-model-path", options.draft]
-        flags += ["--speculative-num-steps", str(options.num_steps), "--psd-mode", mode, "--psd-trace", str(trace)]
-    return flags + options.extra
+        flags += ["--psd-trace", str(trace)]
+    return flags + mode_flags(options, mode) + options.extra
 
 
 def run_mode(options: DemoOptions, mode: str, folder: Path, console: Console) -> ModeResult:

@@ -38,16 +38,12 @@ class _Drafts:
 
 
 class DraftEngine:
-    """Loads the draft model and drafts.
+    """Keeps the open requests and drafts for them.
 
     Parameters
     ----------
     spec : DrafterSpec
-
-    Raises
-    ------
-    RuntimeError, ValueError, OSError
-        From SGLang, when the model cannot be loaded or its KV pool does not fit.
+        Of the model that is loaded here; errors as in ``DraftModel``.
     """
 
     def __init__(self, spec: DrafterSpec):
@@ -163,7 +159,8 @@ class DraftEngine:
                 if at is None:
                     continue
                 tokens[i], counts[i] = host[at], num_steps
-                ready[at].fed = [*ready[at].tokens, *host[at, :-1].tolist()]
+                # Everything but the last committed token has been fed before (``_catch_up``).
+                ready[at].fed.extend([ready[at].tokens[-1], *host[at, :-1].tolist()])
                 if at in law_row:
                     sampled.append(i)
                     picked.append(law_row[at])

@@ -15,6 +15,7 @@ import torch
 
 from sglang_psd.drafter.rows import DraftState
 from sglang_psd.drafter.spec import DrafterSpec
+from sglang_psd.transfer import to_device
 
 
 class DraftModel:
@@ -80,23 +81,19 @@ class DraftModel:
 
     def extend(self, pool_rows: list[int], ids: list[int], prefix: list[int], takes: list[int]) -> None:
         """Feed ``takes[i]`` tokens to row ``pool_rows[i]`` after its first ``prefix[i]``; the logits are not wanted."""
-        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         rows = torch.tensor(pool_rows, dtype=torch.int64).to(self.device)
         lens_cpu = torch.tensor([p + t for p, t in zip(prefix, takes)], dtype=torch.int64)
-        positions = torch.cat([torch.arange(p, p + t) for p, t in zip(prefix, takes)]).to(self.device)
-        owner = torch.repeat_interleave(rows, torch.tensor(takes).to(self.device))
         starts = np.concatenate([[0], np.cumsum(takes)[:-1]])
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            batch_size=len(pool_rows),
-            input_ids=torch.tensor(ids, dtype=torch.int64).to(self.device),
-            req_pool_indices=rows,
-            seq_lens=lens_cpu.to(self.device),
-            out_cache_loc=self._table.req_to_token[owner, positions].to(torch.int64),
-            seq_lens_sum=int(lens_cpu.sum()),
-            seq_lens_cpu=lens_cpu,
-            positions=positions,
+        self._forward(
+            ForwardMode.EXTEND,
+            rows,
+            lens_cpu,
+            lens_cpu.to(self.device),
+            torch.tensor(ids, dtype=torch.int64).to(self.device),
+            positions=torch.cat([torch.arange(p, p + t) for p, t in zip(prefix, takes)]).to(self.device),
+            owners=torch.repeat_interleave(rows, torch.tensor(takes).to(self.device)),
             extend_num_tokens=len(ids),
             extend_seq_lens=torch.tensor(takes, dtype=torch.int32).to(self.device),
             extend_prefix_lens=torch.tensor(prefix, dtype=torch.int32).to(self.device),
@@ -104,12 +101,7 @@ class DraftModel:
             extend_seq_lens_cpu=takes,
             extend_prefix_lens_cpu=prefix,
             extend_logprob_start_lens_cpu=takes,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            return_hidden_states_before_norm=False,
-            spec_algorithm=self._runner.spec_algorithm,
-            num_token_non_padded_cpu=len(ids),
         )
-        self._runner.forward(batch)
 
     def decode_inputs(
         self, states: list[DraftState], last: int
@@ -121,29 +113,34 @@ class DraftModel:
         """
         table = [[s.pool_row, len(s.tokens) + last + 1, s.tokens[last]] for s in states]
         host = torch.tensor(table, dtype=torch.int64).T.contiguous()
-        pinned = host if self.device == "cpu" else host.pin_memory()
-        rows, lens, ids = pinned.to(self.device, non_blocking=True)
+        rows, lens, ids = to_device(host, self.device)
         return rows, host[1], lens, ids
 
     def decode(self, rows: torch.Tensor, lens_cpu: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Feed one token per row; ``lens`` ``[R]`` include it. Returns logits ``[R, V]``."""
-        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        positions = lens - 1
+        return self._forward(ForwardMode.DECODE, rows, lens_cpu, lens, ids, positions=lens - 1, owners=rows)
+
+    def _forward(self, mode, rows, lens_cpu, lens, ids, *, positions, owners, **extend) -> torch.Tensor:
+        """Run one batch; ``positions`` and ``owners`` say where in which row of the table each of ``ids`` stands."""
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+
         batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
+            forward_mode=mode,
             batch_size=len(rows),
             input_ids=ids,
             req_pool_indices=rows,
             seq_lens=lens,
-            out_cache_loc=self._table.req_to_token[rows, positions].to(torch.int64),
+            out_cache_loc=self._table.req_to_token[owners, positions].to(torch.int64),
             seq_lens_sum=int(lens_cpu.sum()),
             seq_lens_cpu=lens_cpu,
             positions=positions,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             return_hidden_states_before_norm=False,
             spec_algorithm=self._runner.spec_algorithm,
-            num_token_non_padded_cpu=len(rows),
+            num_token_non_padded_cpu=len(ids),
+            **extend,
         )
         return self._runner.forward(batch).logits_output.next_token_logits
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_psd.channel.messages import Sampling
+from sglang_psd.law import cut_law, draw_from
 from sglang_psd.noise import gumbel_argmax
 
 
@@ -85,15 +86,8 @@ class ProposalSampler:
     def _sparse_law(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         top, ids = logits.float().topk(min(self.top_m, logits.shape[-1]), dim=-1)
         probs = torch.softmax(top / self._temperature, dim=-1)
-        rank = torch.arange(probs.shape[-1], device=probs.device)
-        keep = rank < self._top_k
-        keep &= probs.cumsum(-1) - probs <= self._top_p
-        keep &= probs >= probs[:, :1] * self._min_p
-        probs = torch.where(keep, probs, 0.0)
-        return ids, probs / probs.sum(-1, keepdim=True)
+        return ids, cut_law(probs, self._top_k, self._top_p, self._min_p)
 
     def _draw_sparse(self, ids: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        cdf = probs.double().cumsum(-1)
-        uniform = torch.rand(len(ids), 1, dtype=torch.float64, device=ids.device, generator=self.generator)
-        threshold = torch.minimum(uniform * cdf[:, -1:], torch.nextafter(cdf[:, -1:], torch.zeros_like(cdf[:, -1:])))
-        return ids.gather(1, torch.searchsorted(cdf, threshold, right=True)).squeeze(1)
+        uniforms = torch.rand(len(ids), dtype=torch.float64, device=ids.device, generator=self.generator)
+        return ids.gather(1, draw_from(probs, uniforms).view(-1, 1)).squeeze(1)

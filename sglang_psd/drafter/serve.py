@@ -132,14 +132,15 @@ def main(argv: list[str]) -> int:
         channel.send(Failure(f"{type(error).__name__}: {error}", fatal=True))
         time.sleep(1.0)  # let the message leave before the socket goes
         return 1
-    channel.send(engine.hello(os.getpid()))
+    hello = engine.hello(os.getpid())
+    channel.send(hello)
     logger.info(
         "Drafter ready in %.1f s on %s: %d KV tokens, weights %.2f GB, KV %.2f GB.",
-        engine.load_s,
-        spec.device_label,
-        engine.hello(0).kv_tokens,
-        engine.hello(0).weight_gb,
-        engine.hello(0).kv_gb,
+        hello.load_s,
+        hello.device,
+        hello.kv_tokens,
+        hello.weight_gb,
+        hello.kv_gb,
     )
     try:
         DrafterLoop(engine, channel, spec.parent_pid).run()

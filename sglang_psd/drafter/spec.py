@@ -23,8 +23,6 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype, attention_backend : str
     mem_fraction : float
         Share of the device's memory for weights and KV.
-    shared_device : bool
-        Whether the target lives on the same device.
     max_requests : int
         Most requests open at once.
     vocab_limit : int
@@ -49,7 +47,6 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     attention_backend: str
     mem_fraction: float
-    shared_device: bool
     max_requests: int
     vocab_limit: int
     num_steps: int

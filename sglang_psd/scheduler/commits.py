@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sglang_psd.channel.messages import RoundRow, Sampling
+from sglang_psd.target.requests import is_greedy, seed_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -28,14 +29,13 @@ def remaining_tokens(req: Req) -> int:
 def wire_sampling(req: Req, default_seed: int | None) -> Sampling:
     """The request's sampling parameters, as the drafter needs them."""
     params = req.sampling_params
-    seed = default_seed if params.sampling_seed is None else params.sampling_seed
     return Sampling(
-        greedy=params.top_k <= 1,
+        greedy=is_greedy(req),
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
-        seed=seed,
+        seed=seed_of(req, default_seed),
     )
 
 

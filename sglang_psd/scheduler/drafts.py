@@ -19,6 +19,7 @@ from sglang_psd.channel.messages import (
     DraftRow,
     Failure,
     Open,
+    Ping,
     Proposals,
     Round,
     RoundRow,
@@ -201,8 +202,6 @@ class DraftClient:
 
     def ping(self, timeout_s: float = 5.0) -> Stats | None:
         """Ask the drafter for its accounting; None when it does not answer in time."""
-        from sglang_psd.channel.messages import Ping
-
         self._stats = None
         deadline = time.monotonic() + timeout_s
         if not self._send(Ping(self._next_round)):

@@ -59,7 +59,6 @@ def drafter_spec(args: Any, config: PSDConfig, device: DrafterDevice, vocab_limi
         dtype=dtype,
         attention_backend=backend,
         mem_fraction=config.drafter_mem_fraction or default_fraction,
-        shared_device=device.shared,
         max_requests=args.max_running_requests,
         vocab_limit=vocab_limit,
         num_steps=args.speculative_num_steps,

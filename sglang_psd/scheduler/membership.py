@@ -43,7 +43,7 @@ class MembershipMixin(_Base):
     def get_num_allocatable_reqs(self, running_bs: int) -> int:
         """Admit into the planning slot only up to its fair share."""
         allowed = super().get_num_allocatable_reqs(running_bs)
-        slot = self._psd_planning if self.psd is not None else None
+        slot = self._psd_planning
         if slot is None:
             return allowed
         sizes = [running_bs if s is slot else len(s.live_requests()) for s in self.psd_slots]
@@ -52,7 +52,7 @@ class MembershipMixin(_Base):
 
     def update_running_batch(self, batch: ScheduleBatch):
         """Before SGLang retracts within one slot, let the other one give way."""
-        slot = self._psd_planning if self.psd is not None else None
+        slot = self._psd_planning
         if slot is not None and len(self.psd_slots) > 1:
             other = self.psd_slots[1 - slot.index]
             batch.filter_batch()

@@ -23,7 +23,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.utils import DynamicGradMode
 
-from sglang_psd.config import ALGORITHM
+from sglang_psd.config import uses_psd
 from sglang_psd.scheduler import room
 from sglang_psd.scheduler.drafting import DraftingMixin
 from sglang_psd.scheduler.drafts import DraftClient
@@ -38,6 +38,7 @@ from sglang_psd.scheduler.timing import ForwardTimer
 from sglang_psd.target.requests import drop_stock_penalties
 from sglang_psd.telemetry.stats import PSDStats
 from sglang_psd.telemetry.trace import TraceWriter
+from sglang_psd.transfer import to_device
 
 if TYPE_CHECKING:
     from sglang_psd.drafter.process import DrafterProcess
@@ -64,19 +65,18 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
     psd_process: DrafterProcess | None = None
     psd_supervisor: DrafterSupervisor | None = None
     _psd_preempted: list[str]
-    _psd_planning: Slot | None
+    _psd_planning: Slot | None = None
 
     # --- start ----------------------------------------------------------------------------------
 
     def init_model_worker(self) -> None:
         """Spawn the drafter, load the target, join the drafter: both load side by side."""
-        if not _uses_psd(self.server_args):
+        if not uses_psd(self.server_args):
             return super().init_model_worker()
         self.psd = self.server_args.psd()
         self.psd_stats = PSDStats()
         self.psd_turn = 0
         self._psd_preempted = []
-        self._psd_planning = None
         process = self._psd_spawn_drafter() if self.ps.tp_rank == 0 else None
         super().init_model_worker()
         if process is not None:
@@ -271,11 +271,6 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
 
         lengths = torch.tensor([req.kv_committed_len for req in running.reqs], dtype=torch.int64)
         running.seq_lens_cpu = lengths
-        pinned = lengths if self.device == "cpu" else lengths.pin_memory()
-        running.seq_lens = pinned.to(running.device, non_blocking=True)
+        running.seq_lens = to_device(lengths, running.device)
         running.seq_lens_sum = int(lengths.sum())
         running.orig_seq_lens = running.seq_lens.to(running.orig_seq_lens.dtype)
-
-
-def _uses_psd(server_args) -> bool:
-    return (server_args.speculative_algorithm or "").upper() == ALGORITHM

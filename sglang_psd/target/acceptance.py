@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_psd.law import cut_law, draw_from
 from sglang_psd.noise import gumbel_argmax
 
 
@@ -87,13 +88,8 @@ def filtered_probs(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     if not filters.any_filter:
         return probs
     ordered, index = probs.sort(dim=-1, descending=True)
-    mass_before = ordered.cumsum(dim=-1) - ordered
-    rank = torch.arange(probs.shape[-1], device=probs.device)
-    keep = mass_before <= filters.top_ps.view(-1, 1, 1)
-    keep &= rank < filters.top_ks.view(-1, 1, 1)
-    keep &= ordered >= ordered[..., :1] * filters.min_ps.view(-1, 1, 1)
-    kept = torch.where(keep, ordered, 0.0)
-    kept = kept / kept.sum(dim=-1, keepdim=True)
+    top_ks, top_ps, min_ps = (x.view(-1, 1, 1) for x in (filters.top_ks, filters.top_ps, filters.min_ps))
+    kept = cut_law(ordered, top_ks, top_ps, min_ps)
     return torch.empty_like(probs).scatter_(-1, index, kept)
 
 
@@ -118,19 +114,6 @@ def target_choice(
         drawn = gumbel_argmax(probs, filters.seeds.view(-1, 1), positions)
         choice = torch.where((filters.seeded & ~filters.greedy).view(-1, 1), drawn, choice)
     return choice
-
-
-def draw_from(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Inverse-CDF draw; ``weights`` ``[B, V]`` need not sum to 1, ``uniforms`` ``[B]`` in [0, 1).
-
-    A token of weight 0 is never drawn.
-    """
-    cdf = weights.double().cumsum(dim=-1)
-    total = cdf[:, -1:]
-    # u * total may round up to total, where nothing of the CDF lies above it.
-    below = torch.nextafter(total, torch.zeros_like(total))
-    threshold = torch.minimum(uniforms.double().view(-1, 1) * total, below)
-    return torch.searchsorted(cdf, threshold, right=True).squeeze(-1)
 
 
 def accept_chain(

@@ -34,6 +34,12 @@ def default_seed(server_args) -> int | None:
     return 42 if server_args.enable_deterministic_inference else None
 
 
+def seed_of(req: Req, default: int | None) -> int | None:
+    """Seed of a request, or ``default`` (see ``default_seed``) where it brings none."""
+    seed = req.sampling_params.sampling_seed
+    return default if seed is None else seed
+
+
 def min_length_stops(req: Req) -> set[int]:
     """Tokens that ``min_new_tokens`` forbids (``penaltylib/min_new_tokens.py``)."""
     stops = set(req.sampling_params.stop_token_ids or ())

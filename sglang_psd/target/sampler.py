@@ -12,7 +12,8 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from sglang_psd.target.acceptance import Filters, VerifyRows, accept_chain, filtered_probs, target_choice
 from sglang_psd.target.penalties import PenaltyRow, apply_penalties, count_tokens
-from sglang_psd.target.requests import default_seed, has_penalties, is_greedy, min_length_stops
+from sglang_psd.target.requests import default_seed, has_penalties, is_greedy, min_length_stops, seed_of
+from sglang_psd.transfer import to_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -21,11 +22,6 @@ if TYPE_CHECKING:
 
 # Attribute of a request: its token counts on the device, and how many output tokens they cover.
 _COUNTS = "_psd_token_counts"
-
-
-def to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """Copy a host tensor without waiting for the device (through pinned memory on a GPU)."""
-    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass
@@ -158,8 +154,7 @@ class ChunkSampler:
         logits[:, 0] = first
 
     def _filters(self, reqs: list[Req], info: SamplingBatchInfo) -> Filters:
-        own = [req.sampling_params.sampling_seed for req in reqs]
-        seeds = [self._default_seed if seed is None else seed for seed in own]
+        seeds = [seed_of(req, self._default_seed) for req in reqs]
         sampled = [not is_greedy(req) for req in reqs]
         any_seeded = any(wanted and seed is not None for wanted, seed in zip(sampled, seeds))
         greedy = info.top_ks <= 1

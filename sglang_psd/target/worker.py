@@ -19,8 +19,9 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_psd.channel.messages import DraftRow
 from sglang_psd.hooks import verify_applied
-from sglang_psd.target.sampler import ChunkSampler, StagedDrafts, to_device
+from sglang_psd.target.sampler import ChunkSampler, StagedDrafts
 from sglang_psd.target.verify_input import chain_verify_input
+from sglang_psd.transfer import to_device
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -137,9 +138,4 @@ def _ratio(part: int, whole: int) -> float:
 
 
 def _median(values: deque[float]) -> float:
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    value = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    return round(value, 4)
+    return round(statistics.median(values), 4) if values else 0.0
