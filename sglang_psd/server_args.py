@@ -117,10 +117,12 @@ class PSDServerArgs(ServerArgs):
         return resolve_config({f: getattr(self, "psd_" + f) for f in FLAG_FIELDS}, self.psd_config)
 
     def _refuse_orphan_flags(self) -> None:
-        given = [f for f in FLAG_FIELDS if getattr(self, "psd_" + f) is not None]
+        given = [flag_name(f) for f in FLAG_FIELDS if getattr(self, "psd_" + f) is not None]
+        if self.psd_config is not None:
+            given.append("--psd-config")
         if given and self.psd_mode != "off":
             raise PSDConfigError(
-                f"{flag_name(given[0])} has no effect without --speculative-algorithm {ALGORITHM}; add that flag."
+                f"{given[0]} has no effect without --speculative-algorithm {ALGORITHM}; add that flag."
             )
 
     def _step_aside(self) -> None:

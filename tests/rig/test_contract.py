@@ -129,12 +129,13 @@ def refusal(models, given: dict) -> str | None:
     return None
 
 
-def test_flag_without_the_algorithm_is_refused(models, run_case) -> None:
+@pytest.mark.parametrize(
+    ("given", "named"), [({"psd_mode": "parallel"}, "--psd-mode"), ({"psd_config": '{"mode": "off"}'}, "--psd-config")]
+)
+def test_flag_without_the_algorithm_is_refused(given: dict, named: str, models, run_case) -> None:
     """A PSD flag that would be ignored is an error."""
-    message = run_case(
-        refusal, models, {"speculative_algorithm": None, "speculative_num_steps": None, "psd_mode": "parallel"}
-    )
-    assert message is not None and "--speculative-algorithm PSD" in message
+    message = run_case(refusal, models, {"speculative_algorithm": None, "speculative_num_steps": None, **given})
+    assert message is not None and "--speculative-algorithm PSD" in message and named in message
 
 
 def resolved(models, given: dict) -> dict:
