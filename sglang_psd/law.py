@@ -20,7 +20,8 @@ def cut_law(ordered: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, m
     Tensor, ``[..., V] float32``
     """
     rank = torch.arange(ordered.shape[-1], device=ordered.device)
-    keep = ordered.cumsum(dim=-1) - ordered <= top_ps
+    # A sum that rounds above 1 must not cut the tail of a law that is not to be cut.
+    keep = (ordered.cumsum(dim=-1) - ordered <= top_ps) | (top_ps >= 1.0)
     keep &= rank < top_ks
     keep &= ordered >= ordered[..., :1] * min_ps
     kept = torch.where(keep, ordered, 0.0)

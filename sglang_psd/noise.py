@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 
 # Multipliers of the splitmix64 finaliser, as signed 64-bit numbers: torch integers wrap around.
-_GOLDEN = -0x61C8864680B583EB
-_MIX_1 = -0x40A7B892E31B1A47
-_MIX_2 = -0x6B2FB644ECCEEE15
+GOLDEN = -0x61C8864680B583EB
+MIX_1 = -0x40A7B892E31B1A47
+MIX_2 = -0x6B2FB644ECCEEE15
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -22,8 +22,8 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    x = (x ^ _shift_right(x, 30)) * MIX_1
+    x = (x ^ _shift_right(x, 27)) * MIX_2
     return x ^ _shift_right(x, 31)
 
 
@@ -40,8 +40,8 @@ def seeded_uniforms(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: in
     -------
     Tensor, ``[..., vocab_size] float64``
     """
-    stream = _mix(_mix(seeds.long() + _GOLDEN) ^ (positions.long() * _GOLDEN))
-    tokens = torch.arange(vocab_size, device=stream.device, dtype=torch.int64) * _MIX_1
+    stream = _mix(_mix(seeds.long() + GOLDEN) ^ (positions.long() * GOLDEN))
+    tokens = torch.arange(vocab_size, device=stream.device, dtype=torch.int64) * MIX_1
     bits = _shift_right(_mix(stream.unsqueeze(-1) + tokens), 11)  # 53 bits, as a double holds
     return (bits.double() + 0.5) * 2.0**-53
 
@@ -49,7 +49,19 @@ def seeded_uniforms(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: in
 def gumbel_argmax(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Draw one token per row from ``probs`` with the noise of ``(seed, position)``.
 
-    ``probs`` is ``[..., V]`` (zeros are never drawn), the result ``[...] int64``.
+    ``probs`` is ``[..., V]`` (zeros are never drawn), the result ``[...] int64``. On a GPU a kernel does it
+    (``kernels.noisy_argmax``).
     """
+    if probs.is_cuda:
+        from sglang_psd.kernels import noisy_argmax
+
+        shape = probs.shape[:-1]
+        rows = (x.long().expand(shape).reshape(-1) for x in (seeds, positions))
+        return noisy_argmax(probs.float().reshape(-1, probs.shape[-1]), *rows).view(shape)
+    return gumbel_argmax_reference(probs, seeds, positions)
+
+
+def gumbel_argmax_reference(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """``gumbel_argmax`` in plain PyTorch."""
     noise = -torch.log(-torch.log(seeded_uniforms(seeds, positions, probs.shape[-1])))
     return torch.argmax(probs.double().log() + noise, dim=-1)

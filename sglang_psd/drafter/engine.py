@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from sglang_psd.channel.messages import PROB, SCHEMA_VERSION, TOKEN, Close, Hello, Open, Proposals, RoundRow, Stats
+from sglang_psd.drafter.chain import Chain
+from sglang_psd.drafter.columns import SAMPLED, Kinds, kind_of
 from sglang_psd.drafter.model import DraftModel
-from sglang_psd.drafter.proposals import ProposalSampler
 from sglang_psd.drafter.rows import DraftState
 from sglang_psd.drafter.spec import DrafterSpec
 
@@ -25,16 +26,6 @@ logger = logging.getLogger(__name__)
 PREFILL_CHUNK = 4096
 # Up to this many missing tokens are caught up by decode steps, which replay a CUDA graph.
 CATCH_UP_STEPS = 2
-
-
-@dataclass
-class _Drafts:
-    """Result of one k-step loop, still on the device."""
-
-    tokens: torch.Tensor  # [R, K] int64
-    law_ids: torch.Tensor | None  # [S, K, M] int64
-    law_probs: torch.Tensor | None  # [S, K, M] float32
-    sampled: list[int]
 
 
 class DraftEngine:
@@ -51,7 +42,6 @@ class DraftEngine:
         self.spec = spec
         self._model = DraftModel(spec)
         self._states: dict[str, DraftState] = {}
-        self._generator = torch.Generator(device=self._model.device).manual_seed(spec.random_seed)
         self._rounds = 0
         self._drafted_tokens = 0
         self.load_s = time.monotonic() - started
@@ -106,8 +96,9 @@ class DraftEngine:
             state = self.commit(row)
             if state is not None and self._usable(state, num_steps) and self._catch_up(state):
                 ready.append(state)
-        ready = [state for state in ready if self._model.reserve(state, len(state.tokens) + num_steps - 1)]
-        drafts = self._draft_chain(ready, num_steps) if ready and num_steps else None
+        granted = self._model.reserve_all(ready, [len(state.tokens) + num_steps - 1 for state in ready])
+        ready = [state for state, has_room in zip(ready, granted) if has_room]
+        drafts = _to_host(*self._model.draft_chain(ready, num_steps), len(ready)) if ready and num_steps else None
         return self._pack(round_id, rows, ready, drafts, num_steps, received_s, started)
 
     def _usable(self, state: DraftState, num_steps: int) -> bool:
@@ -120,53 +111,34 @@ class DraftEngine:
                 return False
         return True
 
-    def _draft_chain(self, states: list[DraftState], num_steps: int) -> _Drafts:
-        late = [state for state in states if state.missing == CATCH_UP_STEPS]
-        if late:
-            self._model.decode(*self._model.decode_inputs(late, -2))
-            for state in late:
-                state.fed.append(state.tokens[-2])
-        sampler = ProposalSampler([s.sampling for s in states], self.spec.top_m, self._model.device, self._generator)
-        rows, lens_cpu, lens, ids = self._model.decode_inputs(states, -1)
-        tokens, laws = [], []
-        for step in range(num_steps):
-            logits = self._model.decode(rows, lens_cpu + step, lens + step, ids)
-            ids, law_ids, law_probs = sampler.draw(logits[:, : self.spec.vocab_limit], lens + step)
-            tokens.append(ids)
-            laws.append((law_ids, law_probs))
-        stacked = torch.stack(tokens, dim=1)
-        if not sampler.sampled:
-            return _Drafts(stacked, None, None, [])
-        return _Drafts(
-            stacked,
-            torch.stack([law[0] for law in laws], dim=1),
-            torch.stack([law[1] for law in laws], dim=1),
-            sampler.sampled,
-        )
-
-    def _pack(self, round_id, rows, ready, drafts: _Drafts | None, num_steps, received_s, started_s) -> Proposals:
-        """Copy drafts to the host, note which tokens now have KV, and build the message."""
+    def _pack(
+        self,
+        round_id: int,
+        rows: Sequence[RoundRow],
+        ready: list[DraftState],
+        drafts: _HostDrafts | None,
+        num_steps: int,
+        received_s: float,
+        started_s: float,
+    ) -> Proposals:
+        """Note which tokens now have KV, and build the message."""
         index = {state.rid: i for i, state in enumerate(ready)}
         tokens = np.zeros((len(rows), num_steps), TOKEN)
-        counts, sampled = [0] * len(rows), []
+        counts, sampled, picked = [0] * len(rows), [], []
         law_ids, law_probs = np.zeros(0, TOKEN), np.zeros(0, PROB)
         if drafts is not None:
-            host = drafts.tokens.cpu().numpy()
-            law_row = {row: i for i, row in enumerate(drafts.sampled)}
-            picked = []
             for i, row in enumerate(rows):
                 at = index.get(row.rid)
                 if at is None:
                     continue
-                tokens[i], counts[i] = host[at], num_steps
-                # Everything but the last committed token has been fed before (``_catch_up``).
-                ready[at].fed.extend([ready[at].tokens[-1], *host[at, :-1].tolist()])
-                if at in law_row:
+                tokens[i], counts[i] = drafts.tokens[at], num_steps
+                ready[at].note_chain(drafts.tokens[at])
+                if kind_of(ready[at]) == SAMPLED:
                     sampled.append(i)
-                    picked.append(law_row[at])
+                    picked.append(at)
             if drafts.law_ids is not None and drafts.law_probs is not None:
-                law_ids = drafts.law_ids.cpu().numpy()[picked].astype(TOKEN)
-                law_probs = drafts.law_probs.cpu().numpy()[picked].astype(PROB)
+                law_ids = drafts.law_ids[picked].astype(TOKEN)
+                law_probs = drafts.law_probs[picked].astype(PROB)
         self._rounds += 1
         self._drafted_tokens += sum(counts)
         return Proposals(
@@ -232,3 +204,23 @@ class DraftEngine:
             rounds=self._rounds,
             drafted_tokens=self._drafted_tokens,
         )
+
+
+@dataclass
+class _HostDrafts:
+    """A ``Chain`` on the host: arrays of the same names and shapes, without padding rows."""
+
+    tokens: np.ndarray
+    law_ids: np.ndarray | None
+    law_probs: np.ndarray | None
+
+
+def _to_host(chain: Chain, kinds: Kinds, count: int) -> _HostDrafts:
+    """Copy what is wanted, and wait once."""
+    wanted = [chain.tokens, *((chain.law_ids, chain.law_probs) if kinds.sampled else (None, None))]
+    copies = [None if t is None else t[:count].to("cpu", non_blocking=True) for t in wanted]
+    if chain.tokens.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    tokens, law_ids, law_probs = (None if t is None else t.numpy() for t in copies)
+    assert tokens is not None
+    return _HostDrafts(tokens, law_ids, law_probs)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from sglang_psd.drafter.chain import Chain, first_batch, run_chain
+from sglang_psd.drafter.columns import Columns, Kinds
+from sglang_psd.drafter.graphs import ChainGraphs
 from sglang_psd.drafter.rows import DraftState
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.transfer import to_device
@@ -33,10 +37,13 @@ class DraftModel:
 
     def __init__(self, spec: DrafterSpec):
         worker = load_worker(spec)
+        self._spec = spec
         self._runner = worker.model_runner
         self._table, self._allocator = worker.get_memory_pool()
         self._free_rows = list(range(spec.max_requests, 0, -1))  # row 0 is the pool's padding row
         self.device: str = self._runner.device
+        self._generator = torch.Generator(device=self.device).manual_seed(spec.random_seed)
+        self._graphs = ChainGraphs(self._runner, spec, self._generator) if spec.cuda_graphs else None
         self.context_len = int(self._runner.model_config.context_len)
         self.vocab_size = int(self._runner.model_config.vocab_size)
         self.kv_tokens = self.free_kv_tokens
@@ -52,19 +59,35 @@ class DraftModel:
 
     def reserve(self, state: DraftState, length: int) -> bool:
         """Make sure that positions below ``length`` have KV slots; False when there are none left."""
-        if state.pool_row < 0:
-            if not self._free_rows:
-                return False
-            state.pool_row = self._free_rows.pop()
-        needed = length - state.num_slots
-        if needed <= 0:
-            return True
-        slots = self._allocator.alloc(needed)
-        if slots is None:
-            return False
+        return self.reserve_all([state], [length])[0]
+
+    def reserve_all(self, states: Sequence[DraftState], lengths: Sequence[int]) -> list[bool]:
+        """``reserve`` for many requests with one write to the request table; says for whom there was room."""
+        granted = [state.pool_row >= 0 or (bool(self._free_rows) and self._take_row(state)) for state in states]
+        free, growth = self.free_kv_tokens, []
+        for i, (state, length) in enumerate(zip(states, lengths)):
+            needed = max(0, length - state.num_slots) if granted[i] else 0
+            if needed > free:
+                granted[i], needed = False, 0
+            free -= needed
+            growth.append(needed)
+        total = sum(growth)
+        if not total:
+            return granted
+        slots = self._allocator.alloc(total)
+        where = np.empty((2, total), dtype=np.int64)
+        start = 0
+        for state, needed in zip(states, growth):
+            where[0, start : start + needed] = state.pool_row
+            where[1, start : start + needed] = np.arange(state.num_slots, state.num_slots + needed)
+            start, state.num_slots = start + needed, state.num_slots + needed
+        rows, positions = to_device(torch.from_numpy(where), self.device)
         table = self._table.req_to_token
-        table[state.pool_row, state.num_slots : length] = slots.to(table.dtype)
-        state.num_slots = length
+        table[rows, positions] = slots.to(table.dtype)
+        return granted
+
+    def _take_row(self, state: DraftState) -> bool:
+        state.pool_row = self._free_rows.pop()
         return True
 
     def release(self, state: DraftState) -> None:
@@ -103,21 +126,30 @@ class DraftModel:
             extend_logprob_start_lens_cpu=takes,
         )
 
-    def decode_inputs(
-        self, states: list[DraftState], last: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Inputs of a decode that feeds token ``last`` (-1 or -2) of each request.
+    def draft_chain(self, states: Sequence[DraftState], num_steps: int) -> tuple[Chain, Kinds]:
+        """Draft ``num_steps`` tokens for each request; catches up one or two committed tokens on the way.
 
-        Returns rows ``[R]``, lengths on host and device ``[R]`` (the fed token included) and token ids ``[R]``, all
-        int64, in one copy to the device.
+        KV below ``len(tokens) + num_steps - 1`` must have been reserved. The result's tensors may be overwritten by
+        the next call; it may have padding rows at the end.
         """
-        table = [[s.pool_row, len(s.tokens) + last + 1, s.tokens[last]] for s in states]
-        host = torch.tensor(table, dtype=torch.int64).T.contiguous()
-        rows, lens, ids = to_device(host, self.device)
-        return rows, host[1], lens, ids
+        if self._graphs is not None and num_steps == self._spec.num_steps:
+            return self._graphs.run(states)
+        columns = Columns.empty(len(states), "cpu")
+        kinds = columns.fill(states)
+        lens_cpu = [first_batch(columns)[1], *(columns.lens + step for step in range(1, num_steps))]
+        on_device = Columns(to_device(columns.ints, self.device), to_device(columns.floats, self.device))
+        uniforms = None
+        if kinds.sampled:
+            shape = (num_steps, len(states))
+            uniforms = torch.rand(shape, dtype=torch.float64, device=self.device, generator=self._generator)
 
-    def decode(self, rows: torch.Tensor, lens_cpu: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Feed one token per row; ``lens`` ``[R]`` include it. Returns logits ``[R, V]``."""
+        def decode(step: int, rows: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return self._decode(rows, lens_cpu[step], lens, ids)
+
+        chain = run_chain(decode, on_device, kinds, uniforms, num_steps, self._spec.vocab_limit, self._spec.top_m)
+        return chain, kinds
+
+    def _decode(self, rows, lens_cpu, lens, ids) -> torch.Tensor:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         return self._forward(ForwardMode.DECODE, rows, lens_cpu, lens, ids, positions=lens - 1, owners=rows)
@@ -166,12 +198,13 @@ def load_worker(spec: DrafterSpec) -> Any:
         "device": spec.device,
         "dtype": spec.dtype,
         "attention_backend": spec.attention_backend,
-        "max_running_requests": spec.max_requests,
+        # Each request stands twice in a chain's first step; SGLang sizes its static buffers by this.
+        "max_running_requests": 2 * spec.max_requests,
         "max_total_tokens": spec.kv_tokens,
         "skip_tokenizer_init": True,
         "disable_radix_cache": True,
         "disable_overlap_schedule": True,
-        "disable_cuda_graph": not spec.cuda_graphs,
+        "disable_cuda_graph": True,  # whole chains are captured instead (``graphs.py``)
         "enable_deterministic_inference": spec.deterministic,
         "page_size": 1,
         "random_seed": spec.random_seed,
@@ -179,7 +212,6 @@ def load_worker(spec: DrafterSpec) -> Any:
     }
     if spec.device != "cpu":
         args["mem_fraction_static"] = spec.mem_fraction
-        args["cuda_graph_max_bs_decode"] = spec.max_requests
     server_args = ServerArgs(**args)
     publish(server_args, role="scheduler")
     # A world of one meets in a file: a port that is free now may be taken by the target a moment later.

@@ -56,6 +56,11 @@ class DraftState:
             agreed += 1
         del self.fed[min(agreed, limit) :]
 
+    def note_chain(self, drafts: Sequence[int]) -> None:
+        """Remember what a chain has fed: the committed tokens that were missing, and all drafts but the last."""
+        self.fed.extend(self.tokens[len(self.fed) :])
+        self.fed.extend(int(token) for token in drafts[:-1])
+
     @property
     def missing(self) -> int:
         """Committed tokens whose KV is not there yet (at least 1 when tokens exist)."""

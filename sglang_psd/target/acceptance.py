@@ -84,6 +84,15 @@ def filtered_probs(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     -------
     Tensor, ``[B, N, V] float32``
     """
+    if filters.any_filter and logits.is_cuda:
+        from sglang_psd.kernels import filtered_law
+
+        return filtered_law(logits, filters.temperatures, filters.top_ks, filters.top_ps, filters.min_ps)
+    return filtered_probs_reference(logits, filters)
+
+
+def filtered_probs_reference(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
+    """``filtered_probs`` in plain PyTorch."""
     probs = torch.softmax(logits.float() / filters.temperatures.view(-1, 1, 1), dim=-1)
     if not filters.any_filter:
         return probs

@@ -1,0 +1,130 @@
+"""What one chain needs to know about its rows, packed so that it reaches the device in two copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang_psd.drafter.rows import DraftState
+
+GREEDY, SAMPLED, SEEDED = 0, 1, 2
+
+# Row of each quantity in the two packed arrays.
+_INTS = ("rows", "lens", "previous", "last", "kinds", "top_k", "seeds")
+_FLOATS = ("temperature", "top_p", "min_p")
+
+# Sampling asks for "no top-k" with numbers that need not fit into arithmetic with ranks.
+_MOST = 1 << 30
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Which kinds of row a batch holds: host facts, so that nothing is computed for kinds that are absent."""
+
+    sampled: bool = False
+    seeded: bool = False
+
+
+@dataclass
+class Columns:
+    """Inputs of a chain, one entry per row.
+
+    Attributes
+    ----------
+    ints : Tensor, ``[7, R] int64``
+        Row of the request table; committed length; last but one and last committed token; kind
+        (``GREEDY``, ``SAMPLED``, ``SEEDED``); top-k; seed.
+    floats : Tensor, ``[3, R] float32``
+        Temperature, top-p, min-p.
+    """
+
+    ints: torch.Tensor
+    floats: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, device: str, *, pinned: bool = False) -> Columns:
+        """Columns of padding rows: pool row 0 (SGLang's padding row), length 1, greedy."""
+        columns = cls(
+            torch.zeros(len(_INTS), num_rows, dtype=torch.int64, device=device, pin_memory=pinned),
+            torch.ones(len(_FLOATS), num_rows, dtype=torch.float32, device=device, pin_memory=pinned),
+        )
+        columns.lens.fill_(1)
+        return columns
+
+    def fill(self, states: Sequence[DraftState]) -> Kinds:
+        """Write the given requests into the first rows (host tensors only) and padding into the rest."""
+        count = len(states)
+        ints, floats = self.ints.numpy(), self.floats.numpy()
+        ints[:, count:], floats[:, count:] = 0, 1.0
+        ints[1, count:] = 1
+        kinds = [kind_of(state) for state in states]
+        ints[0, :count] = [state.pool_row for state in states]
+        ints[1, :count] = [len(state.tokens) for state in states]
+        ints[2, :count] = [state.tokens[-2] if len(state.tokens) > 1 else 0 for state in states]
+        ints[3, :count] = [state.tokens[-1] for state in states]
+        ints[4, :count] = kinds
+        ints[5, :count] = [min(state.sampling.top_k, _MOST) for state in states]
+        ints[6, :count] = np.array([state.sampling.seed or 0 for state in states], dtype=np.int64)
+        for i, name in enumerate(_FLOATS):
+            floats[i, :count] = [getattr(state.sampling, name) for state in states]
+        return Kinds(SAMPLED in kinds, SEEDED in kinds)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """``[R] int64``."""
+        return self.ints[0]
+
+    @property
+    def lens(self) -> torch.Tensor:
+        """``[R] int64``, the last committed token included."""
+        return self.ints[1]
+
+    @property
+    def previous(self) -> torch.Tensor:
+        """``[R] int64``; 0 where there is only one token."""
+        return self.ints[2]
+
+    @property
+    def last(self) -> torch.Tensor:
+        """``[R] int64``."""
+        return self.ints[3]
+
+    @property
+    def kinds(self) -> torch.Tensor:
+        """``[R] int64``."""
+        return self.ints[4]
+
+    @property
+    def top_k(self) -> torch.Tensor:
+        """``[R, 1] int64``."""
+        return self.ints[5].unsqueeze(1)
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        """``[R] int64``."""
+        return self.ints[6]
+
+    @property
+    def temperature(self) -> torch.Tensor:
+        """``[R, 1] float32``."""
+        return self.floats[0].unsqueeze(1)
+
+    @property
+    def top_p(self) -> torch.Tensor:
+        """``[R, 1] float32``."""
+        return self.floats[1].unsqueeze(1)
+
+    @property
+    def min_p(self) -> torch.Tensor:
+        """``[R, 1] float32``."""
+        return self.floats[2].unsqueeze(1)
+
+
+def kind_of(state: DraftState) -> int:
+    """How a request's drafts are drawn."""
+    if state.sampling.greedy:
+        return GREEDY
+    return SAMPLED if state.sampling.seed is None else SEEDED
