@@ -177,8 +177,11 @@ class DraftModel:
         return self._runner.forward(batch).logits_output.next_token_logits
 
 
-def load_worker(spec: DrafterSpec) -> Any:
-    """Build SGLang's worker for the draft model, as a plain model in a world of its own."""
+def load_worker(spec: DrafterSpec, **overrides: Any) -> Any:
+    """Build SGLang's worker for the draft model, as a plain model in a world of its own.
+
+    ``overrides`` replace fields of its ``ServerArgs``.
+    """
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.runtime_context import publish
@@ -212,7 +215,7 @@ def load_worker(spec: DrafterSpec) -> Any:
     }
     if spec.device != "cpu":
         args["mem_fraction_static"] = spec.mem_fraction
-    server_args = ServerArgs(**args)
+    server_args = ServerArgs(**{**args, **overrides})
     publish(server_args, role="scheduler")
     # A world of one meets in a file: a port that is free now may be taken by the target a moment later.
     with tempfile.TemporaryDirectory(prefix="sglang-psd-") as folder:
