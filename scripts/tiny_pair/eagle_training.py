@@ -107,7 +107,14 @@ def make_head(shape: HeadShape, target: PreTrainedModel, answers: list[list[int]
 
 
 def train_head(
-    head: EagleHead, target: PreTrainedModel, answers: Answers, steps: int, batch: int, depth: int, seed: int
+    head: EagleHead,
+    target: PreTrainedModel,
+    answers: Answers,
+    steps: int,
+    batch: int,
+    depth: int,
+    seed: int,
+    rate: float = 2e-3,
 ) -> dict[str, float]:
     """Train the head in place.
 
@@ -127,6 +134,8 @@ def train_head(
         Length of the chains.
     seed : int
         Seed of the choice of rows.
+    rate : float
+        Peak learning rate.
 
     Returns
     -------
@@ -134,7 +143,7 @@ def train_head(
         Steps, tokens and seconds.
     """
     device, rng = target.device.type, np.random.default_rng(seed)
-    rate, optimizer = 2e-3, make_optimizer(head, 2e-3, 0.05)
+    optimizer = make_optimizer(head, rate, 0.05)
     torch._dynamo.config.suppress_errors = True  # slower then, but the run goes on
     loss_of, began, tokens = compiled(unrolled_loss, device), time.time(), 0
     embed = target.get_input_embeddings()
@@ -270,21 +279,28 @@ def measure_head(head: EagleHead, target: PreTrainedModel, tokenizer: object, pr
 
 
 def cached_answers(
-    file: Path, target: PreTrainedModel, data: dict[str, np.ndarray], count: int, batch: int, seed: int, ends: tuple
+    file: Path,
+    target: PreTrainedModel,
+    data: dict[str, np.ndarray],
+    count: int,
+    batch: int,
+    seed: int,
+    ends: tuple,
+    skip: int = 0,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return prompts and the target's answers, from ``file`` if an earlier run of the same size and seed left it."""
     if file.exists():
         saved = np.load(file)
-        if (int(saved["count"]), int(saved["seed"])) == (count, seed):
+        if (int(saved["count"]), int(saved["seed"]), int(saved["skip"])) == (count, seed, skip):
             cut = lambda flat, ends: [x.tolist() for x in np.split(saved[flat], saved[ends][:-1])]  # noqa: E731
             return cut("prompts", "prompt_ends"), cut("answers", "answer_ends")
-    prompts, answers = target_answers(target, data, count, batch, seed, ends)
+    prompts, answers = target_answers(target, data, count, batch, seed, ends, skip)
     flat = {}
     for name, lists in (("prompt", prompts), ("answer", answers)):
         flat[f"{name}s"] = np.concatenate([np.array(x, dtype=np.uint16) for x in lists])
         flat[f"{name}_ends"] = np.cumsum([len(x) for x in lists])
     file.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(file, count=count, seed=seed, **flat)
+    np.savez_compressed(file, count=count, seed=seed, skip=skip, **flat)
     return prompts, answers
 
 
@@ -311,7 +327,9 @@ def train_and_measure(args: object) -> dict:
     target.requires_grad_(False)
     began = time.time()
     generated = 4608 if device == "cuda" else 32
-    prompts, answers = cached_answers(args.answers_file, target, data, args.answers, generated, args.seed + 1, ends)
+    prompts, answers = cached_answers(
+        args.answers_file, target, data, args.answers, generated, args.seed + 1, ends, args.skip_answers
+    )
     log = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "seed": args.seed,
@@ -328,9 +346,13 @@ def train_and_measure(args: object) -> dict:
         rope_theta=target.config.rope_parameters["rope_theta"],
         layers=tuple(args.layers),
     )
-    head, log["draft_vocabulary_share"] = make_head(shape, target, answers)
+    if args.init_from is None:
+        head, log["draft_vocabulary_share"] = make_head(shape, target, answers)
+    else:
+        head = EagleHead.load(args.init_from).to(target.device)
+        log["init_from"] = json.loads(args.init_report.read_text()) if args.init_report else str(args.init_from)
     rows = Answers(prompts, answers, WIDTH, device)
-    log["head"] = train_head(head, target, rows, args.steps, args.batch, args.chain_steps, args.seed + 2)
+    log["head"] = train_head(head, target, rows, args.steps, args.batch, args.chain_steps, args.seed + 2, args.rate)
     head.save(args.out)
     # Float32 arithmetic on the saved bfloat16 weights, as CPU serving does.
     torch.set_float32_matmul_precision("highest")

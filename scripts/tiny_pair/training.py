@@ -303,6 +303,7 @@ def target_answers(
     batch: int,
     seed: int,
     ends: tuple[int, int],
+    skip: int = 0,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Let the target answer greedily, prompts of distill documents first and of training documents then.
 
@@ -320,6 +321,8 @@ def target_answers(
         Seed of the order.
     ends : (int, int)
         End and padding ids.
+    skip : int
+        Prompts of that order left out at its begin.
 
     Returns
     -------
@@ -327,7 +330,7 @@ def target_answers(
         Prompts and answers as token ids.
     """
     rng, began = np.random.default_rng(seed), time.time()
-    order = np.concatenate([rng.permutation(short_prompts(data, s)) for s in (1, 0)])[:count]
+    order = np.concatenate([rng.permutation(short_prompts(data, s)) for s in (1, 0)])[skip : skip + count]
     model, answers = plain_copy(target), []
     prompts = [prompt_of(data, i) for i in order]
     for first in range(0, len(prompts), batch):
