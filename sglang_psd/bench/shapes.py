@@ -38,7 +38,7 @@ def with_tokenizer(path: str, work: Path) -> str:
         raise PSDConfigError(f"{path} has a config.json without a vocab_size; name a folder with a tokenizer.")
     folder = work / "shapes" / source.resolve().name
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(source / "config.json", folder / "config.json")
+    shutil.copyfile(source / "config.json", folder / "config.json")
     _write_tokenizer(folder, vocab_size)
     return str(folder)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from sglang.srt.environ import envs
 
 from sglang_psd.errors import PSDConfigError
 
@@ -57,6 +56,8 @@ class SimulatedAcceptance:
     @classmethod
     def from_environment(cls, chunk: int, seed: int) -> SimulatedAcceptance | None:
         """What the environment asks for; None, the rule, when it asks for nothing."""
+        from sglang.srt.environ import envs
+
         accept_length = envs.SGLANG_SIMULATE_ACC_LEN.get()
         if accept_length <= 0:
             return None
