@@ -48,11 +48,6 @@ def write_prompts(path: Path, count: int, seed: int) -> None:
             file.write(json.dumps({"conversations": turns}) + "\n")
 
 
-def dataset_of(options: BenchOptions) -> str:
-    """The data set: made-up weights read made-up prompts."""
-    return options.dataset or ("random-ids" if options.dummy_weights else "prompts")
-
-
 def num_requests(cell: Cell, options: BenchOptions) -> int:
     """Requests of one measurement."""
     if cell.rate is not None:
@@ -69,7 +64,7 @@ def client_arguments(
     """
     count = num_requests(cell, options)
     flags = ["--backend", BACKEND, "--base-url", url, "--model", tokenizer, "--num-prompts", str(count)]
-    data = dataset_of(options)
+    data = options.data
     if data == "random-ids":
         flags += ["--dataset-name", data, "--tokenize-prompt", "--random-range-ratio", "1.0"]
         flags += ["--random-input-len", str(cell.input_len), "--random-output-len", str(cell.output_len)]
@@ -96,14 +91,19 @@ class ServingClient:
     """
 
     def __init__(self, log_path: Path):
-        from sglang.benchmark import serving
+        with open(log_path, "a", encoding="utf-8") as log, contextlib.redirect_stderr(log):
+            from sglang.benchmark import serving
 
         self._serving: Any = serving
         self._log_path = log_path
 
     def run(self, arguments: list[str]) -> tuple[dict[str, Any], list[RequestTimes]]:
         """One measurement: ``bench_serving``'s result, and the measured requests without the warm-up's."""
-        with open(self._log_path, "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+        with (
+            open(self._log_path, "a", encoding="utf-8") as log,
+            contextlib.redirect_stdout(log),
+            contextlib.redirect_stderr(log),
+        ):
             parsed = self._parse(arguments)
             with self._collecting() as outputs:
                 result = self._serving.run_benchmark(parsed)

@@ -24,6 +24,7 @@ class Cell:
     row : int
         The n of the arms it is compared with: half of n for the parallel arm of the reference protocol.
     input_len, output_len : int
+        Tokens; input_len 0: the prompts of a data set, as long as they are.
     rate : float or None
         Poisson arrivals per second; None for a closed loop.
     """
@@ -44,7 +45,7 @@ class Cell:
         if self.k is not None:
             parts.append(f"k{self.k}")
         parts.append(f"n{self.n}" if self.rate is None else f"r{self.rate:g}")
-        return "/".join([*parts, f"{self.input_len}+{self.output_len}"])
+        return "/".join([*parts, f"{self.input_len or 'prompts'}+{self.output_len}"])
 
     def to_json(self) -> dict[str, Any]:
         """As a dictionary."""
@@ -78,7 +79,7 @@ def in_flight(arm: Arm, protocol: str, row: int) -> int:
 
 def cells_of(arm: Arm, k: int | None, protocol: str, options: BenchOptions) -> list[Cell]:
     """Closed-loop cells by rising n, then the Poisson ones: what may break a server comes late."""
-    lengths = [(i, o) for i in options.input_len for o in options.output_len]
+    lengths = [(i, o) for i in options.prompt_lengths for o in options.output_len]
     cells = [
         Cell(arm.name, protocol, k, in_flight(arm, protocol, row), row, i, o)
         for row in sorted(set(options.concurrency))

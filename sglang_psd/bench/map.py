@@ -14,6 +14,8 @@ from sglang_psd.bench.table import median
 # What stock SGLang offers.
 BASELINES = ("plain", "replicas", "standalone", "replicas-standalone")
 PSD_ARMS = ("sequential", "parallel")
+# What two files must share for the arms without a draft model of one to count for the other.
+CONDITIONS = ("target", "dataset", "temperature", "waves", "extra")
 
 
 @dataclass(frozen=True, order=True)
@@ -29,17 +31,20 @@ class Group:
     acceptance: str
 
     @property
+    def lengths(self) -> str:
+        """Tokens of prompt and answer."""
+        return f"{self.input_len or 'prompts'}+{self.output_len}"
+
+    @property
     def title(self) -> str:
         """One line for people."""
-        lengths = f"{self.input_len}+{self.output_len} tokens"
-        return f"{self.target}, draft {self.draft}, k={self.k}, {lengths}, {self.acceptance}, {self.protocol} protocol"
+        models = f"{self.target}, draft {self.draft}, k={self.k}"
+        return f"{models}, {self.lengths} tokens, {self.acceptance}, {self.protocol} protocol"
 
     @property
     def slug(self) -> str:
         """The same for file names."""
-        text = (
-            f"{self.target}-{self.draft}-k{self.k}-{self.input_len}+{self.output_len}-{self.acceptance}-{self.protocol}"
-        )
+        text = f"{self.target}-{self.draft}-k{self.k}-{self.lengths}-{self.acceptance}-{self.protocol}"
         return "".join(c if c.isalnum() or c in ".+-" else "_" for c in text)
 
 
@@ -69,32 +74,51 @@ class Point:
 def acceptance_of(data: dict[str, Any], k: int) -> str:
     """How drafts were accepted, in words."""
     settings = data["settings"]
-    simulated = (settings.get("simulated") or {}).get(str(k)) or settings.get("environment_accept_length")
+    simulated = settings["simulated"].get(str(k)) or settings["environment_accept_length"]
     if simulated is not None:
         return f"simulated accept length {float(simulated):g}"
-    return "made-up weights" if settings.get("dummy_weights") else "real acceptance"
+    return "made-up weights" if settings["dummy_weights"] else "real acceptance"
 
 
 def series_of(results: Sequence[dict[str, Any]]) -> dict[Group, dict[str, list[Point]]]:
-    """Closed-loop points by group and arm, by rising n; arms without a draft model appear in every group."""
-    series: dict[Group, dict[str, list[Point]]] = {}
+    """Closed-loop points by group and arm, by rising n.
+
+    Arms without a draft model do not depend on draft and k: they appear in every group of the same target, lengths,
+    flags and hardware, also when they were measured in another file; a group's own file comes first.
+    """
+    series: dict[Group, dict[str, dict[int, Point]]] = {}
+    owners: dict[Group, dict[str, Any]] = {}
     for data in results:
-        cells = [c for c in data["cells"].values() if c["measurements"] and c["rate"] is None]
-        drafts = sorted({cell["k"] for cell in cells if cell["k"] is not None})
-        for cell in cells:
-            for k in [cell["k"]] if cell["k"] is not None else drafts:
-                group = _group(data, cell, k)
-                points = series.setdefault(group, {}).setdefault(cell["arm"], [])
-                points.append(_point(cell))
-    ordered = {group: series[group] for group in sorted(series)}
+        for cell in _closed_loop(data):
+            if cell["k"] is not None:
+                group = _group(data, cell)
+                owners.setdefault(group, data)
+                series.setdefault(group, {}).setdefault(cell["arm"], {}).setdefault(cell["row"], _point(cell))
+    for group, arms in series.items():
+        owner = owners[group]
+        for data in sorted(results, key=lambda data: data is not owner):
+            for cell in _closed_loop(data) if _same_conditions(data, owner) else ():
+                lengths = (cell["protocol"], cell["input_len"], cell["output_len"])
+                if cell["k"] is None and lengths == (group.protocol, group.input_len, group.output_len):
+                    arms.setdefault(cell["arm"], {}).setdefault(cell["row"], _point(cell))
     return {
-        group: {arm: sorted(points, key=lambda point: point.n) for arm, points in arms.items()}
-        for group, arms in ordered.items()
+        group: {arm: [points[n] for n in sorted(points)] for arm, points in sorted(series[group].items())}
+        for group in sorted(series)
     }
 
 
-def _group(data: dict[str, Any], cell: dict[str, Any], k: int) -> Group:
-    settings = data["settings"]
+def _closed_loop(data: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for cell in data["cells"].values() if cell["measurements"] and cell["rate"] is None]
+
+
+def _same_conditions(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one["settings"][name] == other["settings"][name] for name in CONDITIONS) and (
+        one["runs"][-1]["environment"]["gpus"] == other["runs"][-1]["environment"]["gpus"]
+    )
+
+
+def _group(data: dict[str, Any], cell: dict[str, Any]) -> Group:
+    settings, k = data["settings"], cell["k"]
     names = (PurePath(settings["target"]).name, PurePath(settings["draft"]).name)
     return Group(*names, cell["protocol"], k, cell["input_len"], cell["output_len"], acceptance_of(data, k))
 

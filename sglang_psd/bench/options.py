@@ -115,6 +115,16 @@ class BenchOptions:
         return None if k is None or not self.simulate else self.simulate[self.num_steps.index(k)]
 
     @property
+    def data(self) -> str:
+        """The data set: made-up weights read made-up prompts."""
+        return self.dataset or ("random-ids" if self.dummy_weights else "prompts")
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """``input_len`` where prompts are made up; [0], as long as they are, where they are not."""
+        return self.input_len if self.data == "random-ids" else [0]
+
+    @property
     def dummy_weights(self) -> bool:
         """Whether the servers are told to make weights up."""
         text = " ".join(self.extra).replace("=", " ")

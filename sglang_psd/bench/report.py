@@ -75,7 +75,7 @@ def _map(found: list[Region]) -> str:
             region.group.draft,
             str(region.group.k),
             str(region.n),
-            f"{region.group.input_len}+{region.group.output_len}",
+            region.group.lengths,
             region.group.acceptance.removeprefix("simulated accept length "),
             f"{region.stock[0]} {region.stock[1]:.0f}",
             *(f"{region.psd[arm]:.0f}" if arm in region.psd else "–" for arm in PSD_ARMS),

@@ -12,7 +12,7 @@ from sglang_psd.errors import PSDConfigError
 
 SCHEMA = "sglang-psd-bench/1"
 # What all cells of one file must have in common.
-IDENTITY = ("target", "draft", "dataset", "temperature", "waves", "extra", "simulated")
+IDENTITY = ("target", "draft", "dataset", "temperature", "waves", "extra", "environment_accept_length")
 
 
 class ResultFile:
@@ -46,7 +46,7 @@ class ResultFile:
         if path.exists() and not fresh:
             self.data = load_results(path)
             self._check_identity(settings)
-            self.data["settings"] = settings
+            self.data["settings"] = {**settings, "simulated": self._merge_simulated(settings)}
         self.data["runs"].append({"started": _now(), "command": settings.get("command"), "environment": environment})
 
     def _check_identity(self, settings: dict[str, Any]) -> None:
@@ -57,6 +57,17 @@ class ResultFile:
                     f"{self.path} holds measurements with {name} = {before.get(name)!r}, now it is "
                     f"{settings.get(name)!r}; choose another --out, or start it anew with --fresh."
                 )
+
+    def _merge_simulated(self, settings: dict[str, Any]) -> dict[str, float | None]:
+        """Simulated accept length by k; another run may add another k."""
+        before, now = self.data["settings"]["simulated"], settings["simulated"]
+        for k in before.keys() & now.keys():
+            if before[k] != now[k]:
+                raise PSDConfigError(
+                    f"{self.path} holds measurements of k={k} with a simulated accept length of {before[k]}, now it is "
+                    f"{now[k]}; choose another --out, or start it anew with --fresh."
+                )
+        return {**before, **now}
 
     def entry(self, cell: dict[str, Any]) -> dict[str, Any]:
         """The cell's entry, created when it is new: the cell's fields, ``measurements`` and ``errors``."""

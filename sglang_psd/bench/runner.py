@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sglang_psd.bench.arms import find_arms, occupied, server_flags, tp_size_of
-from sglang_psd.bench.client import MODULE, RequestTimes, ServingClient, client_arguments, dataset_of
+from sglang_psd.bench.client import MODULE, RequestTimes, ServingClient, client_arguments
 from sglang_psd.bench.environment import environment, gpu_names
 from sglang_psd.bench.grid import Cell, ServerPlan, measured_sizes, plan
 from sglang_psd.bench.measure import client_figures
@@ -24,6 +24,7 @@ from sglang_psd.bench.options import BenchOptions
 from sglang_psd.bench.results import ResultFile
 from sglang_psd.bench.rounds import read_trace, round_figures
 from sglang_psd.bench.shapes import with_tokenizer
+from sglang_psd.resources import PACKAGE
 from sglang_psd.server_process import ServerProcess, ServerStartError
 
 SIMULATE = "SGLANG_SIMULATE_ACC_LEN"
@@ -71,16 +72,16 @@ class Runner:
     def _settings(self, command: str) -> dict[str, Any]:
         options = self.options
         return {
-            "command": command,
-            "target": options.target,
-            "draft": options.draft,
-            "dataset": dataset_of(options),
+            "command": self._portable(command),
+            "target": self._portable(options.target),
+            "draft": self._portable(options.draft),
+            "dataset": options.data,
             "temperature": options.temperature,
             "waves": options.waves,
             "batches": options.batches,
             "repeats": options.repeats,
             "extra": options.extra,
-            "simulated": {str(k): options.simulated(k) for k in options.num_steps} if options.simulate else None,
+            "simulated": {str(k): options.simulated(k) for k in options.num_steps},
             "environment_accept_length": os.environ.get(SIMULATE),
             "dummy_weights": options.dummy_weights,
         }
@@ -179,7 +180,8 @@ class Runner:
         self.console.print(f"{server.key}: ready after {self._last_start_s:.0f} s")
 
     def _portable(self, text: str) -> str:
-        return text.replace(str(self.work), "$LOGS")
+        """Without this machine's paths: what a reader elsewhere can use."""
+        return text.replace(str(self.work), "$LOGS").replace(f"{PACKAGE.parent}/", "")
 
     # --- one cell -------------------------------------------------------------------------------
 
