@@ -56,11 +56,11 @@ def num_requests(cell: Cell, options: BenchOptions) -> int:
 
 
 def client_arguments(
-    cell: Cell, options: BenchOptions, *, url: str, tokenizer: str, batch: int, work: Path
+    cell: Cell, options: BenchOptions, *, url: str, tokenizer: str, seed: int, warm_up: bool, work: Path
 ) -> list[str]:
     """Arguments of ``python -m sglang.benchmark.serving`` for one measurement.
 
-    The first measurement of a cell warms the server up with as many requests as it will measure.
+    ``warm_up``: send as many requests as will be measured first, as the first measurement of a cell on a server does.
     """
     count = num_requests(cell, options)
     flags = ["--backend", BACKEND, "--base-url", url, "--model", tokenizer, "--num-prompts", str(count)]
@@ -71,15 +71,15 @@ def client_arguments(
     else:
         path = work / "prompts.jsonl" if data == "prompts" else Path(data)
         if data == "prompts":
-            write_prompts(path, count, batch)
+            write_prompts(path, count, seed)
         flags += ["--dataset-name", "custom", "--dataset-path", str(path)]
         flags += ["--sharegpt-output-len", str(cell.output_len)]
     if cell.rate is None:
         flags += ["--max-concurrency", str(cell.n)]
     else:
         flags += ["--request-rate", str(cell.rate)]
-    flags += ["--warmup-requests", str(min(count, 256) if batch == 0 else 0), "--flush-cache"]
-    flags += ["--temperature", str(options.temperature), "--seed", str(1000 + batch), "--disable-tqdm"]
+    flags += ["--warmup-requests", str(min(count, 256) if warm_up else 0), "--flush-cache"]
+    flags += ["--temperature", str(options.temperature), "--seed", str(seed), "--disable-tqdm"]
     return [*flags, "--ready-check-timeout-sec", "0", "--output-file", str(work / "bench_serving.jsonl")]
 
 

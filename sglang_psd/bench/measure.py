@@ -37,7 +37,8 @@ def client_figures(requests: Sequence[RequestTimes], n: int) -> dict[str, Any]:
     dict
         Names carry units. ``tok_s`` counts all output tokens over the whole time, prefill included; ``decode_tok_s``
         is the rate while exactly ``n`` requests were past their first token and none was being prefilled (None where
-        that never lasted, or for open arrivals).
+        that never lasted, or for open arrivals); ``mean_round_ms`` the time per round that this and the accept length
+        amount to, a pair of rounds where two slots take turns.
     """
     done = [request for request in requests if not request.error]
     figures: dict[str, Any] = {"completed": len(done), "failed": len(requests) - len(done)}
@@ -56,6 +57,8 @@ def client_figures(requests: Sequence[RequestTimes], n: int) -> dict[str, Any]:
         "decode_window_s": round(seconds, 4),
         "accept_length": accept_length(done),
     }
+    if rate and figures["accept_length"]:
+        figures["mean_round_ms"] = round(1e3 * n * figures["accept_length"] / rate, 4)
     for name, values in (
         ("ttft", [r.ttft_s for r in done]),
         ("tpot", tpots),
@@ -68,11 +71,14 @@ def client_figures(requests: Sequence[RequestTimes], n: int) -> dict[str, Any]:
 
 
 def accept_length(requests: Sequence[RequestTimes]) -> float | None:
-    """Tokens per verify over all requests, by SGLang's count (the token of the prefill is one of them)."""
+    """Tokens per verify over all requests, the prefills' own tokens left out.
+
+    SGLang's figure of a request counts that token: its tokens over its verifies.
+    """
     counted = [(r.output_len, r.accept_length) for r in requests if r.accept_length > 0]
     if not counted:
         return None
-    return round(sum(tokens for tokens, _ in counted) / sum(tokens / length for tokens, length in counted), 4)
+    return round(sum(tokens - 1 for tokens, _ in counted) / sum(tokens / length for tokens, length in counted), 4)
 
 
 def decode_rate(requests: Sequence[RequestTimes], n: int) -> tuple[float | None, float]:

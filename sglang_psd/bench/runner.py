@@ -188,9 +188,16 @@ class Runner:
     def _measure(self, cell: Cell, server: ServerPlan, process: ServerProcess, trace: Path) -> bool:
         """Fill the cell; False when its server is gone."""
         assert self._client is not None
-        for batch in range(self.results.measured(cell.key, server.repeat), self.options.batches):
+        first = self.results.measured(cell.key, server.repeat)
+        for batch in range(first, self.options.batches):
             arguments = client_arguments(
-                cell, self.options, url=process.url, tokenizer=self.target, batch=batch, work=self.work
+                cell,
+                self.options,
+                url=process.url,
+                tokenizer=self.target,
+                seed=1000 + server.repeat * self.options.batches + batch,
+                warm_up=batch == first,
+                work=self.work,
             )
             offset = trace.stat().st_size if trace.exists() else 0
             watchdog = threading.Timer(self.options.cell_timeout, process.stop)

@@ -38,7 +38,7 @@ COLUMNS = (
     ("a", "accept_length", 2, False),
     ("T_v", "rounds.verify_ms_p50", 2, False),
     ("T_d", "rounds.draft_ms_p50", 2, False),
-    ("round", "rounds.round_ms_p50", 2, False),
+    ("round", "mean_round_ms", 2, False),
     ("bubble", "rounds.target_bubble", 3, False),
     ("overlap", "rounds.overlap", 2, False),
 )

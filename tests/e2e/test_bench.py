@@ -62,7 +62,7 @@ def test_cell_holds_every_kind_of_figure(result: dict) -> None:
 def test_simulated_acceptance_is_what_was_asked_for(result: dict, folder: Path) -> None:
     (cell,) = result["cells"].values()
     (measured,) = cell["measurements"]
-    # The prefill's token counts in SGLang's figure and late drafts cost some: 2 tokens a round, within a tenth.
+    # The last round of an answer is cut, and late drafts cost some: 2 tokens a round, within a tenth.
     assert measured["accept_length"] == pytest.approx(ACCEPT_LENGTH, rel=0.1)
     assert measured["bench_serving_accept_length"] == pytest.approx(ACCEPT_LENGTH, rel=0.1)
     assert "replaces the acceptance rule" in (folder / "fair-parallel-k3-0.log").read_text()

@@ -43,7 +43,8 @@ def test_client_figures() -> None:
     assert (figures["completed"], figures["failed"], figures["output_tokens"]) == (2, 0, 10)
     assert figures["tok_s"] == pytest.approx(10 / 3, abs=0.01)
     assert figures["decode_tok_s"] == pytest.approx(4.0)
-    assert figures["accept_length"] == pytest.approx(10 / 6, abs=1e-4), "tokens per verify, not a mean of means"
+    assert figures["accept_length"] == pytest.approx(8 / 6, abs=1e-4), "tokens per verify, not a mean of means"
+    assert figures["mean_round_ms"] == pytest.approx(1e3 * 2 * (8 / 6) / 4, abs=0.1)
     assert (figures["ttft_p50_ms"], figures["tpot_p99_ms"], figures["itl_p50_ms"]) == (1000.0, 500.0, 500.0)
 
 
