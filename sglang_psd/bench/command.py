@@ -22,7 +22,7 @@ from sglang_psd.errors import PSDConfigError
 def run_bench(options: BenchOptions) -> int:
     """Run, or only draw and report; 0 when every cell of the plan was measured."""
     # A file of its own: bench_serving's output is redirected while it runs.
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
     if options.report is not None:
         return _write_report(options, console)
     if options.trace_file is not None:

@@ -81,6 +81,8 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "concurrency", "input_len", "output_len"):
+            if not getattr(self, name):
+                raise PSDConfigError(f"--{name.replace('_', '-')} needs at least one number.")
             self._check_all(name, 1)
         for name in ("waves", "batches", "repeats"):
             self._check(name, getattr(self, name), 1)

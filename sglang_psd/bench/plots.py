@@ -44,6 +44,7 @@ def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
     axes = figure.add_subplot()
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
     return figure, axes
 
 
@@ -91,7 +92,9 @@ def _draw_gains(group: Any, series: dict[str, list[Any]], folder: Path) -> Path:
             for place in crossover(points):
                 axes.plot([place], [1.0], marker="x", markersize=10, color="black")
                 axes.annotate(f"{place:.0f}", (place, 1.0), textcoords="offset points", xytext=(4, 6))
+    sizes = sorted({point.n for points in series.values() for point in points})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, map(str, sizes))
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     path = folder / f"{group.slug}-gain.svg"

@@ -23,6 +23,10 @@ WEAK_ACCEPTANCE = (
     "**Simulated acceptance or made-up weights isolate what the machinery costs. They are no claim about end-to-end "
     "speed, which needs real weights.**\n"
 )
+ON_CPU = (
+    "**Some of this was measured without a GPU, where both models share the cores: it shows that the arms work, not "
+    "how fast they are.**\n"
+)
 
 
 def report(results: Mapping[str, dict[str, Any]]) -> str:
@@ -37,7 +41,16 @@ def report(results: Mapping[str, dict[str, Any]]) -> str:
     parts = [INTRODUCTION]
     if any(group.acceptance != "real acceptance" for group in series):
         parts.append(WEAK_ACCEPTANCE)
-    parts += [_sources(results), _map(regions(series)), _limits(series), _reference(series), _memory(results)]
+    if any(not data["runs"][-1]["environment"]["gpus"] for data in results.values()):
+        parts.append(ON_CPU)
+    parts += [
+        _sources(results),
+        _map(regions(series)),
+        _choices(regions(series)),
+        _limits(series),
+        _reference(series),
+        _memory(results),
+    ]
     parts += [_failures(results), _cells(results), _commands(results)]
     return "\n".join(part for part in parts if part)
 
@@ -93,6 +106,26 @@ def _map(found: list[Region]) -> str:
         + ".\n\n"
         + markdown_table(headers, rows)
     )
+
+
+def _choices(found: list[Region]) -> str:
+    """The best of each N when k may be chosen."""
+    by_n: dict[tuple[str, str, str, int], list[Region]] = {}
+    for region in found:
+        group = region.group
+        by_n.setdefault((group.target, group.draft, group.lengths, region.n), []).append(region)
+    rows = []
+    for (target, draft, lengths, n), choices in sorted(by_n.items(), key=lambda item: item[0]):
+        stock = max(choices, key=lambda region: region.stock[1])
+        psd = max(choices, key=lambda region: max(region.psd.values()))
+        arm, rate = max(psd.psd.items(), key=lambda pair: pair[1])
+        k_of_stock = "" if stock.stock[0] in ("plain", "replicas") else f" k={stock.group.k}"
+        cells = [f"{target}, {draft}", lengths, str(n), f"{stock.stock[0]}{k_of_stock} {stock.stock[1]:.0f}"]
+        rows.append([*cells, f"{arm} k={psd.group.k} {rate:.0f}", f"{rate / stock.stock[1]:.2f}"])
+    if not rows:
+        return ""
+    headers = ["models", "tokens", "N", "best stock arm", "best PSD arm", "gain"]
+    return "## With k chosen for each N\n\nTok/s per GPU while decoding.\n\n" + markdown_table(headers, rows)
 
 
 def _limits(series: Series) -> str:
@@ -193,6 +226,8 @@ def _memory(results: Mapping[str, dict[str, Any]]) -> str:
         seen = {(s["arm"], s["k"], s["protocol"]): s for s in data["servers"].values()}
         for (arm, k, protocol), server in seen.items():
             shares = "yes" if server["shared"] else "no"
+            stock = seen.get(("standalone", k, protocol))
+            ratio = f"{server['kv_tokens'] / stock['kv_tokens']:.2f}" if stock and stock["kv_tokens"] else "–"
             rows.append(
                 [
                     f"{arm} ({protocol})",
@@ -200,11 +235,21 @@ def _memory(results: Mapping[str, dict[str, Any]]) -> str:
                     str(server["gpus"]),
                     shares,
                     f"{server['kv_tokens']:,}",
+                    ratio,
                     f"{server['start_s']:.0f}",
                     f"`{name}`",
                 ]
             )
-    headers = ["arm", "k", "GPUs", "drafter shares the target's GPU", "target KV tokens", "ready after s", "file"]
+    headers = [
+        "arm",
+        "k",
+        "GPUs",
+        "drafter shares the target's GPU",
+        "target KV tokens",
+        "/ standalone",
+        "ready after s",
+        "file",
+    ]
     return "## GPUs, memory, start\n\n" + markdown_table(headers, rows) if rows else ""
 
 

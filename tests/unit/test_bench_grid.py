@@ -128,6 +128,7 @@ def test_gpus_are_counted_on_the_running_server(info: dict, gpus: int, shared: b
     [
         ({"concurrency": [8, 0]}, "--concurrency"),
         ({"num_steps": [0]}, "--num-steps"),
+        ({"output_len": []}, "--output-len needs at least one"),
         ({"batches": 0}, "--batches"),
         ({"rate": [float("inf")]}, "--rate"),
         ({"protocol": ["unfair"]}, "--protocol knows fair, reference"),
