@@ -104,6 +104,8 @@ class Runner:
                         todo = self._serve(server, todo, lambda cell: self._progressed(bar, task, cell))
             except OutOfTime:
                 self.console.print("The time budget is spent; the same command goes on from here.")
+            except KeyboardInterrupt:
+                self.console.print("Interrupted; the same command goes on from here.")
         return all(not self._missing(cell, server.repeat, failed=True) for server in plans for cell in server.cells)
 
     def _progressed(self, bar: Progress, task: Any, cell: Cell) -> None:
