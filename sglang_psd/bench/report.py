@@ -71,10 +71,11 @@ def _sources(results: Mapping[str, dict[str, Any]]) -> str:
         cells = data["cells"].values()
         fewest = min((len(cell["measurements"]) for cell in cells if cell["measurements"]), default=0)
         shared = any(server["shared"] for server in data["servers"].values())
+        place = "the GPU of the target" if shared else "GPUs of their own"
         starts = 1 + max((server["repeat"] for server in data["servers"].values()), default=0)
         lines.append(
             f"- `{name}` ({run['started'][:10]}): {gpus}, {where['cores']} cores; {versions}; data set "
-            f"{settings['dataset']}; drafters of PSD {'on the GPU of the target' if shared else 'on GPUs of their own'}; "
+            f"{settings['dataset']}; drafters of PSD on {place}; "
             f"{starts} start(s) of each server, at least {fewest} measurement(s) a cell."
             + ("" if starts >= 3 else " Fewer than three interleaved starts: drift of the machine is not averaged out.")
         )
