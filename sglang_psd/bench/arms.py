@@ -60,7 +60,7 @@ ARMS: dict[str, Arm] = {
     arm.name: arm
     for arm in (
         Arm("plain", False, False, False, False, _plain),
-        Arm("replicas", False, False, True, True, _plain),
+        Arm("replicas", False, False, True, False, _plain),
         Arm("standalone", True, False, False, True, _standalone),
         Arm("replicas-standalone", True, False, True, True, _standalone),
         Arm("sequential", True, True, False, False, _psd("sequential")),

@@ -7,6 +7,8 @@ import functools
 import json
 import random
 import sys
+import urllib.request
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,10 @@ from sglang_psd.resources import load_prompts
 
 MODULE = "sglang.benchmark.serving"
 BACKEND = "sglang"
+WARM_UP_TOKENS = 16
+# At once, where arrivals are open.
+WARM_UP_REQUESTS = 16
+FLUSH_TIMEOUT_S = 30
 
 
 @dataclass(frozen=True)
@@ -59,29 +65,51 @@ def num_requests(cell: Cell, options: BenchOptions) -> int:
 def client_arguments(
     cell: Cell, options: BenchOptions, *, url: str, tokenizer: str, seed: int, warm_up: bool, work: Path
 ) -> list[str]:
-    """Arguments of ``python -m sglang.benchmark.serving`` for one measurement.
+    """Arguments of ``python -m sglang.benchmark.serving`` for one measurement, or for the warm-up before the first.
 
-    ``warm_up``: send as many requests as will be measured first, as the first measurement of a cell on a server does.
+    A warm-up sends other prompts, as many at once as will be measured, and asks for short answers.
     """
-    count = num_requests(cell, options)
+    count = min(num_requests(cell, options), cell.n or WARM_UP_REQUESTS) if warm_up else num_requests(cell, options)
+    output_len = min(cell.output_len, WARM_UP_TOKENS) if warm_up else cell.output_len
     flags = ["--backend", BACKEND, "--base-url", url, "--model", tokenizer, "--num-prompts", str(count)]
-    data = options.data
-    if data == "random-ids":
-        flags += ["--dataset-name", data, "--tokenize-prompt", "--random-range-ratio", "1.0"]
-        flags += ["--random-input-len", str(cell.input_len), "--random-output-len", str(cell.output_len)]
+    if options.data == "random-ids":
+        flags += ["--dataset-name", "random-ids", "--tokenize-prompt", "--random-range-ratio", "1.0"]
+        flags += ["--random-input-len", str(cell.input_len), "--random-output-len", str(output_len)]
     else:
-        path = work / "prompts.jsonl" if data == "prompts" else Path(data)
-        if data == "prompts":
+        path = work / f"prompts-{seed}.jsonl" if options.data == "prompts" else Path(options.data)
+        if options.data == "prompts":
             write_prompts(path, count, seed)
-        flags += ["--dataset-name", "custom", "--dataset-path", str(path)]
-        flags += ["--sharegpt-output-len", str(cell.output_len)]
-    if cell.rate is None:
-        flags += ["--max-concurrency", str(cell.n)]
+        flags += ["--dataset-name", "custom", "--dataset-path", str(path), "--sharegpt-output-len", str(output_len)]
+    if cell.rate is None or warm_up:
+        flags += ["--max-concurrency", str(cell.n or count)]
     else:
         flags += ["--request-rate", str(cell.rate)]
-    flags += ["--warmup-requests", str(min(count, 256) if warm_up else 0), "--flush-cache"]
-    flags += ["--temperature", str(options.temperature), "--seed", str(seed), "--disable-tqdm"]
+    flags += [
+        "--warmup-requests",
+        "0",
+        "--temperature",
+        str(options.temperature),
+        "--seed",
+        str(seed),
+        "--disable-tqdm",
+    ]
     return [*flags, "--ready-check-timeout-sec", "0", "--output-file", str(work / "bench_serving.jsonl")]
+
+
+def seed_of(cell: Cell, measurement: int) -> int:
+    """Equal for all arms, different for all that is sent to one server; measurement -1 is the warm-up."""
+    text = f"{cell.row}/{cell.rate}/{cell.input_len}/{cell.output_len}/{measurement}"
+    return zlib.crc32(text.encode()) >> 1
+
+
+def flush_cache(url: str) -> None:
+    """Make the server forget prompts, once it is idle.
+
+    ``bench_serving --flush-cache`` does not wait: a server that still winds up its last batch refuses.
+    """
+    request = urllib.request.Request(f"{url}/flush_cache?timeout={FLUSH_TIMEOUT_S}", method="POST")
+    with urllib.request.urlopen(request, timeout=2 * FLUSH_TIMEOUT_S):
+        pass
 
 
 class ServingClient:
@@ -102,7 +130,7 @@ class ServingClient:
             setattr(serving, name, functools.lru_cache(getattr(serving, name)))
 
     def run(self, arguments: list[str]) -> tuple[dict[str, Any], list[RequestTimes]]:
-        """One measurement: ``bench_serving``'s result, and the measured requests without the warm-up's."""
+        """One measurement: ``bench_serving``'s result, and the times of its requests."""
         with (
             open(self._log_path, "a", encoding="utf-8") as log,
             contextlib.redirect_stdout(log),
@@ -111,7 +139,7 @@ class ServingClient:
             parsed = self._parse(arguments)
             with self._collecting() as outputs:
                 result = self._serving.run_benchmark(parsed)
-        return result, [_times(output) for output in outputs[parsed.warmup_requests :]]
+        return result, [_times(output) for output in outputs]
 
     def _parse(self, arguments: list[str]) -> Any:
         """The namespace that the command line tool would run with."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sglang_psd.bench.arms import find_arms, occupied, server_flags, tp_size_of
-from sglang_psd.bench.client import MODULE, RequestTimes, ServingClient, client_arguments
+from sglang_psd.bench.client import MODULE, RequestTimes, ServingClient, client_arguments, flush_cache, seed_of
 from sglang_psd.bench.environment import environment, gpu_names
 from sglang_psd.bench.grid import Cell, ServerPlan, measured_sizes, plan
 from sglang_psd.bench.measure import client_figures
@@ -27,6 +27,8 @@ from sglang_psd.bench.shapes import with_tokenizer
 from sglang_psd.resources import PACKAGE
 from sglang_psd.server_process import ServerProcess, ServerStartError
 
+# How long a server that failed a request may take to answer again before it counts as lost.
+RECOVERY_S = 20.0
 SIMULATE = "SGLANG_SIMULATE_ACC_LEN"
 
 
@@ -192,49 +194,58 @@ class Runner:
         assert self._client is not None
         first = self.results.measured(cell.key, server.repeat)
         for batch in range(first, self.options.batches):
-            arguments = client_arguments(
-                cell,
-                self.options,
-                url=process.url,
-                tokenizer=self.target,
-                seed=1000 + server.repeat * self.options.batches + batch,
-                warm_up=batch == first,
-                work=self.work,
-            )
-            offset = trace.stat().st_size if trace.exists() else 0
+            measurement = server.repeat * self.options.batches + batch
+            arguments = self._arguments(cell, process, measurement)
             watchdog = threading.Timer(self.options.cell_timeout, process.stop)
             watchdog.start()
             try:
+                if batch == first:
+                    flush_cache(process.url)
+                    self._client.run(self._arguments(cell, process, -1))
+                if self.options.data != "random-ids":
+                    # The same prompts come again; random ones do not, and a flush empties the allocator's cache too.
+                    flush_cache(process.url)
+                offset = trace.stat().st_size if trace.exists() else 0
                 result, requests = self._client.run(arguments)
-                info = server_info(process.url)
             except (Exception, SystemExit) as error:
-                reason = f"{type(error).__name__}: {error}" if process.running() else "the server ended"
-                self._note_error(cell, server.repeat, reason, process.log_tail())
-                return process.running()
+                return self._failed(cell, server, process, f"{type(error).__name__}: {error}")
             finally:
                 watchdog.cancel()
             lines = read_trace(trace, offset)
-            measurement = self._figures(cell, server, result, requests, lines, info)
-            measurement["command"] = self._portable(shlex.join(["python", "-m", MODULE, *arguments]))
             failed = [request.error for request in requests if request.error]
             if failed:
-                self._note_error(
-                    cell, server.repeat, f"{len(failed)} requests failed: {failed[0][-300:]}", process.log_tail()
-                )
-                return process.running()
-            self.results.entry(cell.to_json())["measurements"].append(measurement)
+                return self._failed(cell, server, process, f"{len(failed)} requests failed: {failed[0][-300:]}")
+            figures = self._figures(cell, server, result, requests, lines)
+            figures["command"] = self._portable(shlex.join(["python", "-m", MODULE, *arguments]))
+            self.results.entry(cell.to_json())["measurements"].append(figures)
             self.results.save()
             if lines and (server.arm.name == "parallel" or self.last_trace is None):
                 self.last_trace = (cell, lines)
         self._print_cell(cell)
         return True
 
+    def _arguments(self, cell: Cell, process: ServerProcess, measurement: int) -> list[str]:
+        return client_arguments(
+            cell,
+            self.options,
+            url=process.url,
+            tokenizer=self.target,
+            seed=seed_of(cell, measurement),
+            warm_up=measurement < 0,
+            work=self.work,
+        )
+
+    def _failed(self, cell: Cell, server: ServerPlan, process: ServerProcess, reason: str) -> bool:
+        """Record the failure; returns whether the server can go on. A dying one takes seconds to end."""
+        alive = process.recovers(RECOVERY_S)
+        self._note_error(cell, server.repeat, reason if alive else f"the server ended ({reason})", process.log_tail())
+        return alive
+
     def _figures(
-        self, cell: Cell, server: ServerPlan, result: dict, requests: list[RequestTimes], lines: list, info: dict
+        self, cell: Cell, server: ServerPlan, result: dict, requests: list[RequestTimes], lines: list
     ) -> dict[str, Any]:
         places = self.results.data["servers"][server.key]
         figures = client_figures(requests, cell.n)
-        warm = [line for line in lines if line["start_us"] >= _monotonic_us(min(r.start_s for r in requests))]
         return {
             "repeat": server.repeat,
             **figures,
@@ -243,7 +254,7 @@ class Runner:
             "gpus": places["gpus"],
             "bench_serving_tok_s": round(result["output_throughput"], 2),
             "bench_serving_accept_length": result.get("accept_length"),
-            "rounds": round_figures(warm),
+            "rounds": round_figures(lines),
         }
 
     def _note_error(self, cell: Cell, repeat: int, reason: str, log_tail: str) -> None:
@@ -260,11 +271,6 @@ class Runner:
             f"TPOT p50 {last['tpot_p50_ms'] or 0:.2f} ms",
             highlight=False,
         )
-
-
-def _monotonic_us(perf_counter_s: float) -> float:
-    """A moment of ``time.perf_counter`` on the trace's clock."""
-    return (perf_counter_s - time.perf_counter() + time.monotonic()) * 1e6
 
 
 def server_info(url: str) -> dict[str, Any]:
