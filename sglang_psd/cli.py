@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 from sglang_psd import __version__
+from sglang_psd.bench.flags import add_flags as add_bench_flags
+from sglang_psd.errors import PSDError
 from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
 
 
@@ -18,15 +20,13 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="serve the embedded model pair plain, sequential and parallel, and compare")
     _add_pair_flags(demo)
+    demo.add_argument("--num-steps", type=int, default=3, help="drafts per round (default 3)")
     demo.add_argument("--requests", type=int, default=8, help="concurrent chats (default 8)")
     demo.add_argument("--max-tokens", type=int, default=128, help="longest answer in tokens (default 128)")
     demo.add_argument("--out", type=Path, help="folder for logs and traces (default: a temporary one)")
-    bench = commands.add_parser("bench", help="run SGLang's bench_serving against each mode")
+    bench = commands.add_parser("bench", help="compare ways to serve with SGLang's bench_serving; draw and report")
+    add_bench_flags(bench)
     _add_pair_flags(bench)
-    bench.add_argument("--concurrency", type=int, default=8, help="requests in flight (default 8)")
-    bench.add_argument("--num-prompts", type=int, default=48, help="requests per arm (default 48)")
-    bench.add_argument("--output-len", type=int, default=64, help="tokens per answer (default 64)")
-    bench.add_argument("--out", type=Path, help="write the figures there as JSON")
     check = commands.add_parser("check", help="hold the hook ledger against the installed SGLang")
     check.add_argument("--verbose", action="store_true", help="print every entry, not only misfits")
     check.add_argument("--fingerprint", action="store_true", help="print the fingerprint of every target and exit")
@@ -40,7 +40,6 @@ def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft", default=str(TINY_DRAFT), metavar="PATH", help="draft model path (default: the embedded tiny draft)"
     )
-    parser.add_argument("--num-steps", type=int, default=3, help="drafts per round (default 3)")
     parser.add_argument("extra", nargs="*", metavar="-- FLAG", help="flags passed on to every server, after --")
 
 
@@ -57,9 +56,14 @@ def main(argv: list[str] | None = None) -> int:
         from sglang_psd.demo.run import DemoOptions, run_demo
 
         return run_demo(DemoOptions(**given))
-    from sglang_psd.bench import BenchOptions, run_bench
+    from sglang_psd.bench.command import run_bench
+    from sglang_psd.bench.options import BenchOptions
 
-    return run_bench(BenchOptions(**given))
+    try:
+        return run_bench(BenchOptions(**given))
+    except PSDError as error:
+        print(f"sglang-psd bench: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

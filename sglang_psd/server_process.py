@@ -91,6 +91,15 @@ class ServerProcess:
             time.sleep(0.25)
         raise ServerStartError(f"The server was not ready within {timeout_s:.0f} s:\n{self.log_tail()}")
 
+    def recovers(self, timeout_s: float) -> bool:
+        """Whether the server answers within this time; False as soon as it has ended."""
+        deadline = time.monotonic() + timeout_s
+        while self.running() and time.monotonic() < deadline:
+            if self._healthy():
+                return True
+            time.sleep(0.25)
+        return False
+
     def _healthy(self) -> bool:
         try:
             with urllib.request.urlopen(self.url + "/health_generate", timeout=5) as answer:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_psd.telemetry.stats import PSDStats
+
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler as _Base
 else:
@@ -46,9 +48,10 @@ class OversightMixin(_Base):
             slot.running, slot.last = self.running_batch, None
 
     def flush_cache(self, empty_cache: bool = True):
-        """Forget what the slots launched last, as SGLang does with its one batch."""
+        """Forget what the slots launched last, as SGLang does with its one batch, and start the figures anew."""
         done = super().flush_cache(empty_cache)
         if self.psd is not None and done:
+            self.psd_stats = PSDStats()
             for slot in self.psd_slots:
                 slot.last = None
         return done

@@ -56,9 +56,12 @@ class RecordsMixin(_Base):
             self.psd_trace.write_round(record)
 
     def get_internal_state(self, recv_req):
-        """Add the ``psd`` section to ``/server_info``."""
+        """Add the ``psd`` section to ``/server_info``, and the accept length where ``bench_serving`` looks for it."""
         output = super().get_internal_state(recv_req)
         if self.psd is not None:
+            if self.psd_stats.requests_verified:
+                # SGLang's own figure is brought up to date by its log line only, once in forty rounds.
+                output.internal_state["avg_spec_accept_length"] = self.psd_stats.summary()["accept_length"]
             output.internal_state["psd"] = self.psd_report()
         return output
 

@@ -20,6 +20,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_psd.channel.messages import DraftRow
 from sglang_psd.hooks import verify_applied
 from sglang_psd.target.sampler import ChunkSampler, StagedDrafts
+from sglang_psd.target.simulated import SimulatedAcceptance
 from sglang_psd.target.verify_input import chain_verify_input
 from sglang_psd.transfer import to_device
 
@@ -50,6 +51,7 @@ class PSDWorker(BaseSpecWorker):
         self.device = server_args.device
         self.context_len: int = self.model_runner.model_config.context_len
         self._sampler = ChunkSampler(self.model_runner, server_args)
+        self._simulated = SimulatedAcceptance.from_environment(self.chunk, server_args.random_seed)
         self._staged: list[DraftRow | None] | None = None
 
     # --- SGLang's worker contract ---------------------------------------------------------------
@@ -106,6 +108,8 @@ class PSDWorker(BaseSpecWorker):
         drafts = self._stage_inputs(batch)
         result = self.target_worker.forward_batch_generation(batch, is_verify=True)
         tokens, lengths = self._sampler.sample(batch, result.logits_output, drafts)
+        if self._simulated is not None:
+            tokens, lengths = self._simulated.replace(tokens, drafts)
         result.next_token_ids = tokens.view(-1)
         result.accept_lens = lengths
         result.speculative_num_draft_tokens = self.chunk

@@ -82,6 +82,21 @@ def test_worker_has_what_the_scheduler_calls(sglang_loaded) -> None:
     assert not inspect.isabstract(PSDWorker)
 
 
+@pytest.mark.parametrize("accept_length", [0.5, 1.75, 2.8, 7.0])
+@pytest.mark.parametrize("method", ["match-expected", "multinomial"])
+def test_simulated_acceptance_draws_as_stock_does(accept_length: float, method: str, sglang_loaded) -> None:
+    """Mean tokens a round under ``SGLANG_SIMULATE_ACC_LEN``: a comparison with STANDALONE rests on it."""
+    from sglang.srt.speculative.spec_utils import _sample_simulated_acc_len
+
+    from sglang_psd.target.simulated import SimulatedAcceptance
+
+    draws, chunk = 4000, 4
+    ours = SimulatedAcceptance(accept_length, chunk, method, "fixed", seed=1)
+    mean = sum(ours.draw() for _ in range(draws)) / draws
+    stock = sum(_sample_simulated_acc_len(accept_length, method, chunk) for _ in range(draws)) / draws
+    assert mean == pytest.approx(stock, abs=0.1)
+
+
 BASE = {"speculative_algorithm": "PSD", "speculative_num_steps": 3}
 REFUSED = [
     ({}, "--speculative-draft-model-path"),

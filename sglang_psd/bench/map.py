@@ -1,0 +1,210 @@
+"""Cells of result files arranged for comparison: which arm wins where. Pure arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from sglang_psd.bench.table import median
+
+# What stock SGLang offers.
+BASELINES = ("plain", "replicas", "standalone", "replicas-standalone")
+PSD_ARMS = ("sequential", "parallel")
+# What two files must share for the arms without a draft model of one to count for the other.
+CONDITIONS = ("target", "dataset", "temperature", "waves", "extra")
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+    """Cells that may be compared: everything but arm and requests in flight is the same."""
+
+    target: str
+    draft: str
+    protocol: str
+    k: int
+    input_len: int
+    output_len: int
+    acceptance: str
+
+    @property
+    def lengths(self) -> str:
+        """Tokens of prompt and answer."""
+        return f"{self.input_len or 'prompts'}+{self.output_len}"
+
+    @property
+    def title(self) -> str:
+        """One line for people."""
+        models = f"{self.target}, draft {self.draft}, k={self.k}"
+        return f"{models}, {self.lengths} tokens, {self.acceptance}, {self.protocol} protocol"
+
+    @property
+    def slug(self) -> str:
+        """The same for file names."""
+        text = f"{self.target}-{self.draft}-k{self.k}-{self.lengths}-{self.acceptance}-{self.protocol}"
+        return "".join(c if c.isalnum() or c in ".+-" else "_" for c in text)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One arm at one number of requests in flight.
+
+    Attributes
+    ----------
+    n : int
+        Requests in flight of the row.
+    per_gpu, total_per_gpu : float or None
+        Output tok/s per GPU: decoding alone, and with prefill.
+    per_user : float or None
+        Output tok/s that one request sees while decoding.
+    entry : dict
+        The cell of the result file.
+    """
+
+    n: int
+    per_gpu: float | None
+    total_per_gpu: float | None
+    per_user: float | None
+    entry: dict[str, Any]
+
+
+def acceptance_of(data: dict[str, Any], k: int) -> str:
+    """How drafts were accepted, in words."""
+    settings = data["settings"]
+    simulated = settings["simulated"].get(str(k)) or settings["environment_accept_length"]
+    if simulated is not None:
+        return f"simulated accept length {float(simulated):g}"
+    return "made-up weights" if settings["dummy_weights"] else "real acceptance"
+
+
+def series_of(results: Sequence[dict[str, Any]]) -> dict[Group, dict[str, list[Point]]]:
+    """Closed-loop points by group and arm, by rising n.
+
+    Arms without a draft model do not depend on draft and k: they appear in every group of the same target, lengths,
+    flags and hardware, also when they were measured in another file; a group's own file comes first.
+    """
+    series: dict[Group, dict[str, dict[int, Point]]] = {}
+    owners: dict[Group, dict[str, Any]] = {}
+    for data in results:
+        for cell in _closed_loop(data):
+            if cell["k"] is not None:
+                group = _group(data, cell)
+                owners.setdefault(group, data)
+                series.setdefault(group, {}).setdefault(cell["arm"], {}).setdefault(cell["row"], _point(cell))
+    for group, arms in series.items():
+        owner = owners[group]
+        for data in sorted(results, key=lambda data: data is not owner):
+            for cell in _closed_loop(data) if _same_conditions(data, owner) else ():
+                lengths = (cell["protocol"], cell["input_len"], cell["output_len"])
+                if cell["k"] is None and lengths == (group.protocol, group.input_len, group.output_len):
+                    arms.setdefault(cell["arm"], {}).setdefault(cell["row"], _point(cell))
+    return {
+        group: {arm: [points[n] for n in sorted(points)] for arm, points in sorted(series[group].items())}
+        for group in sorted(series)
+    }
+
+
+def _closed_loop(data: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for cell in data["cells"].values() if cell["measurements"] and cell["rate"] is None]
+
+
+def _same_conditions(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one["settings"][name] == other["settings"][name] for name in CONDITIONS) and (
+        one["runs"][-1]["environment"]["gpus"] == other["runs"][-1]["environment"]["gpus"]
+    )
+
+
+def _group(data: dict[str, Any], cell: dict[str, Any]) -> Group:
+    settings, k = data["settings"], cell["k"]
+    names = (PurePath(settings["target"]).name, PurePath(settings["draft"]).name)
+    return Group(*names, cell["protocol"], k, cell["input_len"], cell["output_len"], acceptance_of(data, k))
+
+
+def _point(cell: dict[str, Any]) -> Point:
+    decode = median(cell, "decode_tok_s")
+    return Point(
+        n=cell["row"],
+        per_gpu=median(cell, "decode_tok_s_per_gpu"),
+        total_per_gpu=median(cell, "tok_s_per_gpu"),
+        per_user=None if decode is None else decode / cell["n"],
+        entry=cell,
+    )
+
+
+def at(series: dict[str, list[Point]], arm: str, n: int) -> Point | None:
+    """An arm's point at ``n``."""
+    return next((point for point in series.get(arm, []) if point.n == n), None)
+
+
+def best(
+    series: dict[str, list[Point]], arms: Sequence[str], n: int, figure: str = "per_gpu"
+) -> tuple[str, float] | None:
+    """The best of ``arms`` at ``n`` and its figure; None when none was measured."""
+    found = []
+    for arm in arms:
+        point = at(series, arm, n)
+        value = None if point is None else getattr(point, figure)
+        if value is not None:
+            found.append((arm, value))
+    return max(found, key=lambda pair: pair[1]) if found else None
+
+
+def gains(series: dict[str, list[Point]], arm: str, base: str) -> list[tuple[int, float]]:
+    """(n, ratio of decoding tok/s per GPU) wherever both were measured."""
+    ratios = []
+    for point in series.get(arm, []):
+        other = at(series, base, point.n)
+        if other is not None and point.per_gpu is not None and other.per_gpu:
+            ratios.append((point.n, point.per_gpu / other.per_gpu))
+    return ratios
+
+
+def crossover(points: Sequence[tuple[int, float]]) -> list[float]:
+    """Where a curve of gains passes 1, interpolated between neighbours over the logarithm of n."""
+    places = []
+    for (left, before), (right, after) in itertools.pairwise(points):
+        if (before - 1) * (after - 1) < 0:
+            share = (1 - before) / (after - before)
+            places.append(math.exp(math.log(left) + share * (math.log(right) - math.log(left))))
+    return places
+
+
+@dataclass(frozen=True)
+class Region:
+    """One line of the map."""
+
+    group: Group
+    n: int
+    stock: tuple[str, float]
+    psd: dict[str, float]
+    total_gain: float | None
+
+    @property
+    def winner(self) -> str:
+        """The arm with the most decoding tok/s per GPU."""
+        return max([*self.psd.items(), self.stock], key=lambda pair: pair[1])[0]
+
+    @property
+    def gain(self) -> float:
+        """Best PSD arm over best stock arm."""
+        return max(self.psd.values()) / self.stock[1]
+
+
+def regions(series: dict[Group, dict[str, list[Point]]], protocol: str = "fair") -> list[Region]:
+    """Every (group, n) in which both sides were measured, losing ones first."""
+    found = []
+    for group, arms in series.items():
+        if group.protocol != protocol:
+            continue
+        for n in sorted({point.n for points in arms.values() for point in points}):
+            stock = best(arms, BASELINES, n)
+            psd = {arm: p.per_gpu for arm in PSD_ARMS if (p := at(arms, arm, n)) is not None and p.per_gpu is not None}
+            if stock is None or not psd:
+                continue
+            totals = best(arms, BASELINES, n, "total_per_gpu"), best(arms, PSD_ARMS, n, "total_per_gpu")
+            gain = totals[1][1] / totals[0][1] if totals[0] and totals[1] else None
+            found.append(Region(group, n, stock, psd, gain))
+    return sorted(found, key=lambda region: region.gain)
