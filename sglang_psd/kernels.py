@@ -15,6 +15,7 @@ from sglang_psd.noise import GOLDEN, MIX_1, MIX_2
 _BLOCK = 8192
 _NOISE_SPAN = 16384
 _ONE_BITS = 0x3F800000  # 1.0 as float32
+_PASSES = 17  # a quarter of 2**30 patterns a pass, and two more for rounding
 
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)
@@ -25,6 +26,11 @@ _MIX_2 = tl.constexpr(MIX_2)
 def _weights(logits, row, offsets, vocab_size, stride, peak, inverse_temperature):
     x = tl.load(logits + row * stride + offsets, mask=offsets < vocab_size, other=float("-inf")).to(tl.float32)
     return tl.exp((x - peak) * inverse_temperature)
+
+
+@triton.jit
+def _stays(mass, count, allowed, top_k, top_p):
+    return (tl.sum(count, axis=0) < top_k) & ((tl.sum(mass, axis=0) <= allowed) | (top_p >= 1.0))
 
 
 @triton.jit
@@ -39,6 +45,7 @@ def _filtered_law(
     stride,
     rows_per_request,
     ONE_BITS: tl.constexpr,
+    PASSES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -59,25 +66,46 @@ def _filtered_law(
     allowed = top_p * tl.sum(masses, axis=0)
 
     # A token stays if fewer than top_k tokens, and a mass of at most top_p, lie above it. That holds from some weight
-    # on: bisect over the bit patterns of float32, which order non-negative numbers as integers do.
+    # on: search the bit patterns of float32, which order non-negative numbers as integers do. Three probes a pass
+    # leave a quarter of the interval.
     unlimited = (top_k >= vocab_size) & (top_p >= 1.0)
     low = tl.full([], -1, tl.int32)
     high = tl.where(unlimited, 0, ONE_BITS).to(tl.int32)
-    steps = tl.where(unlimited | (top_k <= 1), 0, 31)
-    for _ in range(steps):
-        middle = (low + high) // 2
-        threshold = middle.to(tl.float32, bitcast=True)
-        above, count = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+    passes = tl.where(unlimited | (top_k <= 1), 0, PASSES)
+    for _ in range(passes):
+        quarter = (high - low) // 4
+        first, second, third = low + quarter, (low + high) // 2, high - quarter
+        first, third = tl.maximum(first, low + 1), tl.minimum(third, high - 1)
+        t1, t2, t3 = (
+            first.to(tl.float32, bitcast=True),
+            second.to(tl.float32, bitcast=True),
+            third.to(tl.float32, bitcast=True),
+        )
+        mass1, mass2, mass3 = (
+            tl.zeros([BLOCK], tl.float32),
+            tl.zeros([BLOCK], tl.float32),
+            tl.zeros([BLOCK], tl.float32),
+        )
+        count1, count2, count3 = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
         for start in range(0, vocab_size, BLOCK):
             weight = _weights(logits, row, start + lanes, vocab_size, stride, peak, inverse_temperature)
-            higher = weight > threshold
-            above += tl.where(higher, weight, 0.0)
-            count += higher.to(tl.int32)
-        stays = (tl.sum(count, axis=0) < top_k) & ((tl.sum(above, axis=0) <= allowed) | (top_p >= 1.0))
-        # The last steps of a bisection that has ended change nothing.
-        open_interval = high - low > 1
-        high = tl.where(open_interval & stays, middle, high)
-        low = tl.where(open_interval & (stays == 0), middle, low)
+            mass1 += tl.where(weight > t1, weight, 0.0)
+            mass2 += tl.where(weight > t2, weight, 0.0)
+            mass3 += tl.where(weight > t3, weight, 0.0)
+            count1 += (weight > t1).to(tl.int32)
+            count2 += (weight > t2).to(tl.int32)
+            count3 += (weight > t3).to(tl.int32)
+        stays1, stays2, stays3 = (
+            _stays(mass1, count1, allowed, top_k, top_p),
+            _stays(mass2, count2, allowed, top_k, top_p),
+            _stays(mass3, count3, allowed, top_k, top_p),
+        )
+        # An interval of one step has been searched: the passes that are left change nothing.
+        if high - low > 1:
+            low, high = (
+                tl.where(stays1, low, tl.where(stays2, first, tl.where(stays3, second, third))),
+                tl.where(stays1, first, tl.where(stays2, second, tl.where(stays3, third, high))),
+            )
     least = tl.maximum(high.to(tl.float32, bitcast=True), min_p)
 
     masses = tl.zeros([BLOCK], tl.float32)
@@ -128,6 +156,7 @@ def filtered_law(
         flat.stride(0),
         positions,
         ONE_BITS=_ONE_BITS,
+        PASSES=_PASSES,
         BLOCK=_BLOCK,
         num_warps=16,
     )

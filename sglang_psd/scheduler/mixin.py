@@ -41,6 +41,7 @@ from sglang_psd.telemetry.trace import TraceWriter
 from sglang_psd.transfer import to_device
 
 if TYPE_CHECKING:
+    from sglang_psd.channel.messages import DraftRow
     from sglang_psd.drafter.process import DrafterProcess
 
 logger = logging.getLogger(__name__)
@@ -194,21 +195,31 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
 
     def _psd_launch(self, slot: Slot, batch: ScheduleBatch) -> None:
         sizes = tuple(len(s.live_requests()) for s in self.psd_slots)
-        taken = None
+        flight = InFlight(sizes)
         self._psd_open(batch.reqs)
-        if not batch.forward_mode.is_extend():
-            taken = self._psd_take(batch.reqs, watch=lambda: self._psd_collect_ready(slot))
-            self.draft_worker.stage(taken.rows)
-        launch_s = time.monotonic()
-        timer = self.psd_timer.start()
-        result = self.run_batch(batch)
-        self.psd_timer.stop(timer)
-        slot.in_flight = InFlight(batch.copy(), result, launch_s, taken, sizes, timer)
+        if batch.forward_mode.is_extend():
+            self._psd_begin(flight)
+        else:
+            # The worker asks for the drafts when all else is ready: their way to the GPU is short then.
+            self.draft_worker.stage(lambda: self._psd_fetch(slot, batch, flight))
+        flight.result = self.run_batch(batch)
+        self.psd_timer.stop(flight.timer)
+        flight.batch = batch.copy()
+        slot.in_flight = flight
         slot.last = batch
         for other in self.psd_slots:
             # A prompt read in chunks goes on in whichever slot comes next: the one it left must not count it.
             if other is not slot and other.last is not None and other.last.chunked_req in batch.reqs:
                 other.last.filter_batch(chunked_req_to_exclude=other.last.chunked_req)
+
+    def _psd_fetch(self, slot: Slot, batch: ScheduleBatch, flight: InFlight) -> list[DraftRow | None]:
+        flight.taken = self._psd_take(batch.reqs, watch=lambda: self._psd_collect_ready(slot))
+        self._psd_begin(flight)
+        return flight.taken.rows
+
+    def _psd_begin(self, flight: InFlight) -> None:
+        flight.launch_s = time.monotonic()
+        flight.timer = self.psd_timer.start()
 
     def _psd_collect(self, flight: InFlight) -> None:
         """Wait for a forward's tokens and send them to the drafter; changes nothing that SGLang looks at."""

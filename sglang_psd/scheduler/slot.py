@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class InFlight:
-    """A launched forward whose result has not been processed.
+    """A launched forward whose result has not been processed; filled in while it is launched.
 
     Attributes
     ----------
+    sizes : tuple of int
+        Slot sizes at launch.
     batch : ScheduleBatch
         Copy of the batch as launched.
     result : GenerationBatchResult
     launch_s : float
-        ``time.monotonic`` at launch.
+        ``time.monotonic`` when everything was there, drafts included.
     taken : Taken or None
         Drafts that went into it; None for a prefill.
-    sizes : tuple of int
-        Slot sizes at launch.
     timer : object
         Handle of ``ForwardTimer`` for the forward's begin and end.
     collected : bool
@@ -42,12 +42,12 @@ class InFlight:
         Requests whose new tokens have been sent to the drafter.
     """
 
-    batch: ScheduleBatch
-    result: GenerationBatchResult
-    launch_s: float
-    taken: Taken | None
     sizes: tuple[int, ...]
-    timer: Any
+    batch: ScheduleBatch = field(init=False)
+    result: GenerationBatchResult = field(init=False)
+    launch_s: float = 0.0
+    taken: Taken | None = None
+    timer: Any = None
     collected: bool = False
     result_s: float = 0.0
     commit_s: float = 0.0

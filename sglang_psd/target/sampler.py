@@ -28,15 +28,20 @@ _COUNTS = "_psd_token_counts"
 class StagedDrafts:
     """Drafts of one batch on the device.
 
-    ``tokens`` ``[B, K] int64``, ``count`` ``[B] int64`` of them real; laws as in ``VerifyRows``. ``chain`` is a copy on
-    the host, ``[B, K + 1] int64``, with the token that the drafts continue in front.
+    ``verified`` ``[B, K + 1] int64`` is what the target verifies: the token that the drafts continue, then the drafts,
+    ``count`` ``[B] int64`` of them real; laws as in ``VerifyRows``. ``chain`` is ``verified`` on the host.
     """
 
-    tokens: torch.Tensor
+    verified: torch.Tensor
     count: torch.Tensor
     chain: torch.Tensor
     law_ids: torch.Tensor | None
     law_probs: torch.Tensor | None
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The drafts, ``[B, K] int64``."""
+        return self.verified[:, 1:]
 
 
 class ChunkSampler:

@@ -8,17 +8,18 @@ for the device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_psd.channel.messages import DraftRow
 from sglang_psd.hooks import verify_applied
+from sglang_psd.target.plans import HostPlans
 from sglang_psd.target.sampler import ChunkSampler, StagedDrafts
 from sglang_psd.target.simulated import SimulatedAcceptance
 from sglang_psd.target.verify_input import chain_verify_input
@@ -52,7 +53,8 @@ class PSDWorker(BaseSpecWorker):
         self.context_len: int = self.model_runner.model_config.context_len
         self._sampler = ChunkSampler(self.model_runner, server_args)
         self._simulated = SimulatedAcceptance.from_environment(self.chunk, server_args.random_seed)
-        self._staged: list[DraftRow | None] | None = None
+        self._plans = HostPlans(self.model_runner, self.chunk)
+        self._fetch: Callable[[], Sequence[DraftRow | None]] | None = None
 
     # --- SGLang's worker contract ---------------------------------------------------------------
 
@@ -73,9 +75,12 @@ class PSDWorker(BaseSpecWorker):
         """Nothing to load here; the scheduler updates the target itself."""
         return True, "Succeeded to update model weights."
 
-    def stage(self, drafts: Sequence[DraftRow | None]) -> None:
-        """Hand over the drafts of the next verify, one entry per request of its batch."""
-        self._staged = list(drafts)
+    def stage(self, fetch: Callable[[], Sequence[DraftRow | None]]) -> None:
+        """Say where the drafts of the next verify come from, one entry per request of its batch.
+
+        ``fetch`` may wait for the drafter: it is called when all else is ready for the launch.
+        """
+        self._fetch = fetch
 
     def forward_batch_generation(self, batch: ScheduleBatch, on_publish=None, grammar_barrier=None):
         """Run a prefill or one verify; returns device tensors, never waits.
@@ -105,8 +110,10 @@ class PSDWorker(BaseSpecWorker):
         return result
 
     def _verify(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        drafts = self._stage_inputs(batch)
-        result = self.target_worker.forward_batch_generation(batch, is_verify=True)
+        forward_batch = self._prepare(batch)
+        drafts = self._fetch_drafts(batch)
+        forward_batch.input_ids.copy_(drafts.verified.reshape(-1))
+        result = self.target_worker.forward_batch_generation(None, forward_batch=forward_batch, is_verify=True)
         tokens, lengths = self._sampler.sample(batch, result.logits_output, drafts)
         if self._simulated is not None:
             tokens, lengths = self._simulated.replace(tokens, drafts)
@@ -118,11 +125,36 @@ class PSDWorker(BaseSpecWorker):
         batch.forward_mode = ForwardMode.DECODE
         return result
 
-    def _stage_inputs(self, batch: ScheduleBatch) -> StagedDrafts:
-        """Turn host-side drafts into the verify batch: ids, positions, KV slots."""
+    def _prepare(self, batch: ScheduleBatch) -> ForwardBatch:
+        """Make ready all of a verify but its token ids: positions, KV slots, attention plan, the graph's buffers.
+
+        The order of ``DFlashVerifyInput.prepare_for_verify`` in ``sglang/srt/speculative/dflash_info.py``.
+        """
+        start = batch.seq_lens.view(-1, 1)
+        slots = start + torch.arange(self.chunk, device=start.device)
+        # Columns past a request's last draft may lie beyond the context; their result is never used.
+        positions = slots.clamp(max=self.context_len - 1).view(-1)
+        batch.input_ids = torch.zeros(slots.numel(), dtype=torch.int64, device=slots.device)
+        batch.out_cache_loc = batch.req_to_token_pool.req_to_token[batch.req_pool_indices.view(-1, 1), slots]
+        batch.out_cache_loc = batch.out_cache_loc.view(-1).to(torch.int64)
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.spec_info = chain_verify_input(self.chunk, positions)
+        self._plans.announce(batch.seq_lens_cpu)
+        self.target_worker.set_hicache_consumer(batch.hicache_consumer_index)
+        forward_batch = ForwardBatch.init_new(batch, self.model_runner, return_hidden_states_before_norm=False)
+        graphs = self.model_runner.decode_cuda_graph_runner
+        if self.device != "cpu" and graphs and graphs.can_run_graph(forward_batch):
+            graphs.load_batch(forward_batch)
+        else:
+            self.model_runner.attn_backend.init_forward_metadata(forward_batch)
+        forward_batch.mark_forward_metadata_ready()
+        return forward_batch
+
+    def _fetch_drafts(self, batch: ScheduleBatch) -> StagedDrafts:
+        """Wait for the drafts and bring them to the device in one copy."""
         reqs, steps = batch.reqs, self.num_steps
-        staged = self._staged or [None] * len(reqs)
-        self._staged = None
+        fetch, self._fetch = self._fetch, None
+        staged = list(fetch()) if fetch is not None else [None] * len(reqs)
         if len(staged) != len(reqs):
             raise AssertionError(f"{len(staged)} draft rows were staged for {len(reqs)} requests")
         host = np.zeros((len(reqs), steps + 2), dtype=np.int64)  # last token, drafts, number of drafts
@@ -132,17 +164,8 @@ class PSDWorker(BaseSpecWorker):
                 host[i, 1 : 1 + len(row.tokens)] = row.tokens
                 host[i, -1] = len(row.tokens)
         packed = to_device(torch.from_numpy(host), self.device)
-        start = batch.seq_lens.view(-1, 1)
-        slots = start + torch.arange(self.chunk, device=start.device)
-        # Columns past a request's last draft may lie beyond the context; their result is never used.
-        positions = slots.clamp(max=self.context_len - 1).view(-1)
-        batch.input_ids = packed[:, : self.chunk].reshape(-1)
-        batch.out_cache_loc = batch.req_to_token_pool.req_to_token[batch.req_pool_indices.view(-1, 1), slots]
-        batch.out_cache_loc = batch.out_cache_loc.view(-1).to(torch.int64)
-        batch.forward_mode = ForwardMode.TARGET_VERIFY
-        batch.spec_info = chain_verify_input(self.chunk, positions)
         chain = torch.from_numpy(host)[:, : self.chunk]
-        return StagedDrafts(packed[:, 1 : 1 + steps], packed[:, -1], chain, *self._stage_laws(staged))
+        return StagedDrafts(packed[:, : self.chunk], packed[:, -1], chain, *self._stage_laws(staged))
 
     def _stage_laws(self, staged: list[DraftRow | None]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if not any(row is not None and row.law_ids is not None for row in staged):
@@ -151,7 +174,7 @@ class PSDWorker(BaseSpecWorker):
         return to_device(torch.from_numpy(ids), self.device), to_device(torch.from_numpy(probs), self.device)
 
     def _no_drafts(self, batch_size: int) -> StagedDrafts:
-        empty = torch.empty(batch_size, 0, dtype=torch.int64, device=self.device)
+        empty = torch.empty(batch_size, 1, dtype=torch.int64, device=self.device)
         none = torch.zeros(batch_size, dtype=torch.int64, device=self.device)
         return StagedDrafts(empty, none, torch.zeros(batch_size, 1, dtype=torch.int64), None, None)
 
