@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -206,8 +207,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.only is not None:
         part = measure_decode(args) if args.only == "decode" else measure_chains(args, int(args.only))
-        print("RESULT " + json.dumps(part))
-        return
+        print("RESULT " + json.dumps(part), flush=True)
+        os._exit(0)  # SGLang's threads would keep the process
     import torch
 
     report: dict = {
@@ -217,9 +218,11 @@ def main() -> None:
         "unit": "ms per round; a round is message in, proposals out",
     }
     for part in ["decode", *map(str, args.steps)]:
-        done = subprocess.run([sys.executable, *sys.argv, "--only", part], capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        found = json.loads(lines[-1][7:]) if lines else {"error": (done.stderr or done.stdout)[-2500:]}
+        log = args.out.with_suffix(f".{part}.log")
+        with log.open("w") as output:
+            subprocess.run([sys.executable, *sys.argv, "--only", part], stdout=output, stderr=subprocess.STDOUT)
+        lines = log.read_text().splitlines()
+        found = next((json.loads(line[7:]) for line in lines if line.startswith("RESULT ")), {"error": lines[-30:]})
         report["plain_decode_step_ms" if part == "decode" else f"chain_k{part}"] = found
         print(part, json.dumps(found)[:1500], flush=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -154,7 +154,7 @@ class PSDWorker(BaseSpecWorker):
         """Wait for the drafts and bring them to the device in one copy."""
         reqs, steps = batch.reqs, self.num_steps
         fetch, self._fetch = self._fetch, None
-        staged = list(fetch()) if fetch is not None else [None] * len(reqs)
+        staged: list[DraftRow | None] = list(fetch()) if fetch is not None else [None] * len(reqs)
         if len(staged) != len(reqs):
             raise AssertionError(f"{len(staged)} draft rows were staged for {len(reqs)} requests")
         host = np.zeros((len(reqs), steps + 2), dtype=np.int64)  # last token, drafts, number of drafts

@@ -20,10 +20,8 @@ import torch
 from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
 from tests.e2e.flags import ENVIRONMENT
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: one for each model"),
-]
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 1, reason="needs a GPU")]
 
 NUM_PROMPTS = 32
 MAX_NEW_TOKENS = 128
@@ -44,11 +42,11 @@ def psd(mode: str, steps: int, draft: Path = TINY_DRAFT, **more) -> dict:
         "speculative_draft_model_path": str(draft),
         "speculative_num_steps": steps,
         "psd_mode": mode,
-        "psd_drafter_mem_fraction": 0.6,
-        **more,
+        **{"psd_drafter_mem_fraction": 0.6, **more},
     }
 
 
+SHARED = {"psd_drafter_device": "cuda:0", "psd_drafter_mem_fraction": 0.1}
 EXACT = {
     "enable_deterministic_inference": True,
     "cuda_graph_backend_decode": "disabled",
@@ -69,8 +67,23 @@ CASES: dict[str, dict] = {
     "same_k3_exact": psd("parallel", 3, draft=TINY_TARGET, **EXACT),
     "same_k5_page16": psd("sequential", 5, draft=TINY_TARGET, page_size=16),
     "tensor_parallel_k3": psd("parallel", 3, tp_size=2, psd_drafter_device="cuda:1"),
-    "shared_gpu_k3": psd("parallel", 3, psd_drafter_device="cuda:0"),
+    "shared_gpu_k3": psd("parallel", 3, **SHARED),
+    "shared_gpu_k3_exact": psd("parallel", 3, **SHARED, **EXACT),
+    "shared_gpu_sequential_k5_exact": psd("sequential", 5, **SHARED, **EXACT),
+    "shared_gpu_same_k3_exact": psd("sequential", 3, draft=TINY_TARGET, **SHARED, **EXACT),
+    "shared_gpu_triton_k3": psd("parallel", 3, **{**SHARED, "attention_backend": "triton"}),
 }
+
+
+def needs_two_gpus(name: str) -> bool:
+    """Whether a case has a GPU for each model."""
+    return not name.startswith(("plain", "shared_gpu"))
+
+
+def cases(*names: str) -> list:
+    """Parameters for cases, those that this machine has no GPUs for being skipped."""
+    skip = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs: one for each model")
+    return [pytest.param(name, marks=skip if needs_two_gpus(name) else ()) for name in names]
 
 
 def start_case(name: str) -> subprocess.Popen:
@@ -103,7 +116,7 @@ def wanted_cases(items: list[pytest.Item]) -> set[str]:
     names |= {"plain", "plain_exact"}
     if any(item.name == "test_parallel_mode_overlaps" for item in items):
         names |= {"parallel_k3", "sequential_k3"}
-    return {name for name in names if name}
+    return {name for name in names if name and (NUM_GPUS > 1 or not needs_two_gpus(name))}
 
 
 @pytest.fixture(scope="session")
@@ -156,17 +169,19 @@ def write_results(results: dict[str, dict]) -> None:
             "ready_s": result["ready_s"],
             "psd": result["psd"],
         }
-    Path(folder, "gpu_identity.json").write_text(json.dumps(summary, indent=1) + "\n")
+    Path(folder, "gpu_identity.json" if NUM_GPUS > 1 else "gpu_identity_one_gpu.json").write_text(
+        json.dumps(summary, indent=1) + "\n"
+    )
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", cases(*CASES))
 def test_engine_answers(name: str, outcomes: dict[str, dict]) -> None:
     """Every case starts and answers every prompt."""
     assert "error" not in outcomes[name], outcomes[name]["error"]
     assert all(outcomes[name]["ids"])
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("plain")])
+@pytest.mark.parametrize("name", cases(*(name for name in CASES if not name.startswith("plain"))))
 def test_greedy_text_differs_at_ties_only(name: str, outcomes: dict[str, dict]) -> None:
     """bf16: a first difference only where the plain run's two best tokens are as good as equal."""
     plain = outcomes["plain_exact" if name.endswith("_exact") else "plain"]
@@ -174,7 +189,7 @@ def test_greedy_text_differs_at_ties_only(name: str, outcomes: dict[str, dict]) 
     assert not wide, wide
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("_exact") and name != "plain_exact"])
+@pytest.mark.parametrize("name", cases(*(n for n in CASES if n.endswith("_exact") and n != "plain_exact")))
 def test_exact_mode_is_identical(name: str, outcomes: dict[str, dict]) -> None:
     """With deterministic kernels and without CUDA graphs the texts are equal bit by bit."""
     assert outcomes[name]["ids"] == outcomes["plain_exact"]["ids"]
@@ -182,17 +197,24 @@ def test_exact_mode_is_identical(name: str, outcomes: dict[str, dict]) -> None:
 
 # Drafter and verify use different bf16 kernels except in the exact case: about one token in a hundred of the tiny
 # model is a tie that they resolve differently, and the rest of its chunk is lost with it.
-SAME = [("same_k3", 3, 0.92), ("same_k5_page16", 5, 0.9), ("same_k3_exact", 3, 0.98)]
+SAME = {
+    "same_k3": (3, 0.92),
+    "same_k5_page16": (5, 0.9),
+    "same_k3_exact": (3, 0.98),
+    "shared_gpu_same_k3_exact": (3, 0.98),
+}
 
 
-@pytest.mark.parametrize(("name", "steps", "least"), SAME)
-def test_draft_equal_to_target_is_accepted(name: str, steps: int, least: float, outcomes: dict[str, dict]) -> None:
+@pytest.mark.parametrize("name", cases(*SAME))
+def test_draft_equal_to_target_is_accepted(name: str, outcomes: dict[str, dict]) -> None:
     """Rounds needed, against K + 1 tokens in every round but each answer's last."""
+    steps, least = SAME[name]
     result = outcomes[name]
     full = sum(-(-(len(ids) - 1) // (steps + 1)) for ids in result["ids"])
     assert full / sum(result["verifies"]) >= least
 
 
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs: one for each model")
 def test_parallel_mode_overlaps(outcomes: dict[str, dict]) -> None:
     """The drafter works while the target verifies."""
     assert outcomes["parallel_k3"]["psd"]["overlap_fraction"] > 0.2
