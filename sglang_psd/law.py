@@ -38,4 +38,5 @@ def draw_from(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     # u * total may round up to total, where nothing of the CDF lies above it.
     below = torch.nextafter(total, torch.zeros_like(total))
     threshold = torch.minimum(uniforms.double().view(-1, 1) * total, below)
-    return torch.searchsorted(cdf, threshold, right=True).squeeze(-1)
+    # Weights that are not numbers (a padding row's) must not lead to an index that does not exist.
+    return torch.searchsorted(cdf, threshold, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
