@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Most prompt tokens of one prefill forward: rounds are served in between.
 PREFILL_CHUNK = 4096
-# Up to this many missing tokens are caught up by decode steps, which replay a CUDA graph.
-CATCH_UP_STEPS = 2
+# Up to this many missing tokens ride in a chain's first step (``chain.first_batch``).
+CATCH_UP = 2
 
 
 class DraftEngine:
@@ -72,11 +72,11 @@ class DraftEngine:
     def backlog(self, rid: str) -> int:
         """Tokens of ``rid`` that still need KV, beyond what a round catches up by itself."""
         state = self._states.get(rid)
-        return 0 if state is None else max(0, state.missing - CATCH_UP_STEPS)
+        return 0 if state is None else max(0, state.missing - CATCH_UP)
 
     def prefill_some(self) -> bool:
         """Build KV of one batch of waiting requests; False when nothing is left to do."""
-        waiting = [s for s in self._states.values() if s.missing > CATCH_UP_STEPS and self._usable(s, 0)]
+        waiting = [s for s in self._states.values() if s.missing > CATCH_UP and self._usable(s, 0)]
         if not waiting:
             return False
         return self._extend(waiting, PREFILL_CHUNK)
@@ -91,11 +91,8 @@ class DraftEngine:
         affected.
         """
         started = time.monotonic()
-        ready: list[DraftState] = []
-        for row in rows:
-            state = self.commit(row)
-            if state is not None and self._usable(state, num_steps) and self._catch_up(state):
-                ready.append(state)
+        committed = [state for state in map(self.commit, rows) if state is not None]
+        ready = self._caught_up([state for state in committed if self._usable(state, num_steps)])
         granted = self._model.reserve_all(ready, [len(state.tokens) + num_steps - 1 for state in ready])
         ready = [state for state, has_room in zip(ready, granted) if has_room]
         drafts = _to_host(*self._model.draft_chain(ready, num_steps), len(ready)) if ready and num_steps else None
@@ -104,12 +101,12 @@ class DraftEngine:
     def _usable(self, state: DraftState, num_steps: int) -> bool:
         return len(state.tokens) + num_steps <= self._model.context_len
 
-    def _catch_up(self, state: DraftState) -> bool:
-        """Feed what is missing by more than a decode step can take; False when the pool is full."""
-        while state.missing > CATCH_UP_STEPS:
-            if not self._extend([state], PREFILL_CHUNK):
-                return False
-        return True
+    def _caught_up(self, states: list[DraftState]) -> list[DraftState]:
+        """Feed what states miss by more than a chain's first step can take, all at once; those that had room for it."""
+        while True:
+            behind = [state for state in states if state.missing > CATCH_UP]
+            if not behind or not self._extend(behind, PREFILL_CHUNK):
+                return [state for state in states if state.missing <= CATCH_UP]
 
     def _pack(
         self,
