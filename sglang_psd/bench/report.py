@@ -71,7 +71,7 @@ def _sources(results: Mapping[str, dict[str, Any]]) -> str:
         cells = data["cells"].values()
         fewest = min((len(cell["measurements"]) for cell in cells if cell["measurements"]), default=0)
         shared = any(server["shared"] for server in data["servers"].values())
-        place = "the GPU of the target" if shared else "GPUs of their own"
+        place = ("the GPU of the target" if shared else "GPUs of their own") if where["gpus"] else "the same cores"
         starts = 1 + max((server["repeat"] for server in data["servers"].values()), default=0)
         lines.append(
             f"- `{name}` ({run['started'][:10]}): {gpus}, {where['cores']} cores; {versions}; data set "

@@ -62,11 +62,12 @@ def round_figures(lines: Sequence[Line]) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``batch`` (b of T_v and T_d), ``rounds``; ``verify_ms``, ``draft_ms``, ``round_ms`` (from one verify of a slot
-        to its next: a pair of rounds in parallel mode), ``handoff_to_drafter_us``, ``handoff_to_target_us`` (from the
-        moment at which both the drafts and the target are ready), ``channel_us`` (answer written to answer read), each
-        with ``_p50`` and ``_p99``; ``target_bubble`` (share of the time in which the target waited), ``overlap``
-        (share of the drafting in which the target worked), ``late_rows``, ``drafts_per_row``. Empty without rounds.
+        ``batch`` (b of T_v and T_d) and ``rounds``. With ``_p50`` and ``_p99``: ``verify_ms``; ``draft_ms``;
+        ``round_ms``, from one verify of a slot to its next, a pair of rounds in parallel mode;
+        ``handoff_to_drafter_us`` and ``handoff_to_target_us``, from the moment at which both the tokens and the one
+        who waits for them are ready; ``channel_us``, from answer written to answer read. ``target_bubble``, the share
+        of the time in which the target waited; ``overlap``, the share of the drafting in which the target worked;
+        ``late_rows``; ``drafts_per_row``. Empty without rounds.
     """
     size = steady_size(lines)
     if size is None:
@@ -79,7 +80,7 @@ def round_figures(lines: Sequence[Line]) -> dict[str, Any]:
         "verify_ms": [(end - start) / 1e3 for start, end in map(target_span, verifies)],
         "draft_ms": [(line["end_us"] - line["start_us"]) / 1e3 for line in drafts],
         "round_ms": _round_times(lines, size),
-        "handoff_to_drafter_us": [max(0, line["start_us"] - line["commit_us"]) for line in drafts],
+        "handoff_to_drafter_us": _to_drafter(lines, size),
         "handoff_to_target_us": [
             max(0, target_span(now)[0] - max(now["draft_end_us"], target_span(before)[1]))
             for now, before in pairs
@@ -97,6 +98,17 @@ def round_figures(lines: Sequence[Line]) -> dict[str, Any]:
     figures["late_rows"] = sum(line["late_rows"] for line in verifies)
     figures["drafts_per_row"] = round(sum(line["verify_len"] for line in verifies) / rows, 3) if rows else None
     return figures
+
+
+def _to_drafter(lines: Sequence[Line], size: int) -> list[int]:
+    """Microseconds from a commit, or from the end of the drafting before it, to the start of its drafting."""
+    ordered = sorted((line for line in lines if line["type"] == "Draft"), key=lambda line: line["start_us"])
+    free = [0, *(line["end_us"] for line in ordered)]
+    return [
+        max(0, line["start_us"] - max(line["commit_us"], ready))
+        for line, ready in zip(ordered, free)
+        if len(line["batched_requests"]) == size
+    ]
 
 
 def _round_times(lines: Sequence[Line], size: int) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 import tempfile
 import threading
 import time
@@ -140,8 +141,9 @@ class Runner:
             try:
                 process.wait_ready(self.options.start_timeout)
             except ServerStartError as error:
+                said = process.log_tail(1)[-200:]
                 for cell in todo:
-                    self._note_error(cell, server.repeat, "the server did not start", str(error))
+                    self._note_error(cell, server.repeat, f"the server did not start: {said}", str(error))
                     done(cell)
                 return []
             self._last_start_s = time.monotonic() - started
@@ -185,7 +187,9 @@ class Runner:
 
     def _portable(self, text: str) -> str:
         """Without this machine's paths: what a reader elsewhere can use."""
-        return text.replace(str(self.work), "$LOGS").replace(f"{PACKAGE.parent}/", "")
+        for path, name in ((str(self.work), "$LOGS"), (f"{PACKAGE.parent}/", ""), (f"{sys.prefix}/", "")):
+            text = text.replace(path, name)
+        return text
 
     # --- one cell -------------------------------------------------------------------------------
 

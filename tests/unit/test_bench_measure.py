@@ -103,6 +103,13 @@ def test_round_figures_of_the_steady_state() -> None:
     assert (figures["late_rows"], figures["drafts_per_row"]) == (0, 3.0)
 
 
+def test_a_busy_drafter_is_no_handoff() -> None:
+    """Drafts that follow each other without a pause, each asked for long before: only the pause between them counts."""
+    lines = [verify(0, 0, 100, 2, (0, 0)), verify(0, 100, 200, 2, (0, 0))]
+    lines += [{**draft(1000 * i, 1000 * i + 990, 2), "commit_us": 1000 * i - 900} for i in range(1, 6)]
+    assert round_figures(lines)["handoff_to_drafter_us_p50"] == 10
+
+
 def test_no_rounds_no_figures() -> None:
     assert round_figures([]) == {}
 
