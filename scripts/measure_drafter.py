@@ -83,12 +83,14 @@ def measure_chains(args: argparse.Namespace, steps: int) -> dict:
             while engine.prefill_some():
                 pass
             lengths = dict.fromkeys(rids, PROMPT_LEN)
+            drafts = np.zeros((batch, steps), TOKEN)
             times, device_times = [], []
             for i in range(WARM_UP + REPEATS):
-                # Every third request accepts everything, so that both kinds of catch-up occur.
+                # Every third request accepts all drafts, the others none, so that both kinds of catch-up occur.
                 rows = []
                 for j, rid in enumerate(rids):
-                    new = random.integers(0, 1000, steps + 1 if (i + j) % 3 == 0 else 1).tolist()
+                    accepted = drafts[j].tolist() if i and (i + j) % 3 == 0 else []
+                    new = [*accepted, int(random.integers(0, 1000))]
                     lengths[rid] += len(new)
                     rows.append(RoundRow(rid, lengths[rid], new))
                 torch.cuda.synchronize()
@@ -100,6 +102,7 @@ def measure_chains(args: argparse.Namespace, steps: int) -> dict:
                 end.record()
                 torch.cuda.synchronize()
                 assert proposals.counts == [steps] * batch
+                drafts = np.frombuffer(proposals.tokens, TOKEN).reshape(batch, steps)
                 if i >= WARM_UP:
                     times.append(taken)
                     device_times.append(begin.elapsed_time(end) / 1e3)

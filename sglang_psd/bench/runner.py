@@ -31,6 +31,7 @@ from sglang_psd.server_process import ServerProcess, ServerStartError
 # How long a server that failed a request may take to answer again before it counts as lost.
 RECOVERY_S = 20.0
 SIMULATE = "SGLANG_SIMULATE_ACC_LEN"
+TOKEN_MODE = "SGLANG_SIMULATE_ACC_TOKEN_MODE"
 
 
 class OutOfTime(Exception):
@@ -132,7 +133,9 @@ class Runner:
         trace = self.work / f"{server.key}.trace.jsonl"
         flags = self._flags(server, trace)
         simulated = self.options.simulated(server.k)
-        variables = {} if simulated is None else {SIMULATE: str(simulated)}
+        # Emitting the drafts keeps a drafter's KV valid, as real acceptance does; stock's other mode emits one token over
+        # and over, which no drafter proposed.
+        variables = {} if simulated is None else {SIMULATE: str(simulated), TOKEN_MODE: "real-draft-token"}
         started = time.monotonic()
         with ServerProcess(flags, self.work / f"{server.key}.log", environment=variables) as process:
             if self._client is None:
