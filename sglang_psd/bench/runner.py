@@ -133,8 +133,8 @@ class Runner:
         trace = self.work / f"{server.key}.trace.jsonl"
         flags = self._flags(server, trace)
         simulated = self.options.simulated(server.k)
-        # Emitting the drafts keeps a drafter's KV valid, as real acceptance does; stock's other mode emits one token over
-        # and over, which no drafter proposed.
+        # Emitting the drafts keeps a drafter's KV valid, as real acceptance does; stock's other mode emits one token
+        # over and over, which no drafter proposed.
         variables = {} if simulated is None else {SIMULATE: str(simulated), TOKEN_MODE: "real-draft-token"}
         started = time.monotonic()
         with ServerProcess(flags, self.work / f"{server.key}.log", environment=variables) as process:
