@@ -36,6 +36,7 @@ from sglang_psd.scheduler.slots import next_turn
 from sglang_psd.scheduler.supervisor import DrafterSupervisor
 from sglang_psd.scheduler.timing import ForwardTimer
 from sglang_psd.target.requests import drop_stock_penalties
+from sglang_psd.target.workspace import reserve_workspace
 from sglang_psd.telemetry.stats import PSDStats
 from sglang_psd.telemetry.trace import TraceWriter
 from sglang_psd.transfer import to_device
@@ -103,6 +104,12 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
             # On one GPU the target measures what is left for its own KV: the drafter has to have its share by then.
             process.join(self.psd.start_timeout_s)
         return process
+
+    def init_all_attention_backends(self) -> None:
+        """Give the verify of a full slot the scratch memory it needs, before a backend takes SGLang's size."""
+        if self.psd is not None and self.server_args.device == "cuda":
+            reserve_workspace(self.tp_worker.model_runner, self.server_args.speculative_num_steps + 1)
+        super().init_all_attention_backends()
 
     @property
     def _psd_synchronous(self) -> bool:
