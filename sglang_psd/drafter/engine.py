@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -19,6 +20,7 @@ from sglang_psd.drafter.columns import SAMPLED, Kinds, kind_of
 from sglang_psd.drafter.model import DraftModel
 from sglang_psd.drafter.rows import DraftState
 from sglang_psd.drafter.spec import DrafterSpec
+from sglang_psd.errors import ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ class DraftEngine:
         """Take over a request; a known id is replaced. Its KV is built when there is time."""
         self.close(Close([message.rid]))
         tokens = np.frombuffer(message.tokens, TOKEN).tolist()
+        if max(tokens) >= self._model.vocab_size:
+            raise ProtocolError(f"The prompt of {message.rid} holds a token that the draft model does not have.")
         self._states[message.rid] = DraftState(message.rid, message.sampling, tokens)
 
     def close(self, message: Close) -> None:
@@ -61,10 +65,15 @@ class DraftEngine:
             if state is not None:
                 self._model.release(state)
 
+    def reset(self) -> None:
+        """Forget every request."""
+        self.close(Close(list(self._states)))
+
     def commit(self, row: RoundRow) -> DraftState | None:
         """Take over a row's new tokens; a request that is out of step is forgotten. None: unknown from now on."""
         state = self._states.get(row.rid)
-        if state is not None and not state.commit(row.new_tokens, row.base_len):
+        sound = max(row.new_tokens, default=0) < self._model.vocab_size
+        if state is not None and not (sound and state.commit(row.new_tokens, row.base_len)):
             self.close(Close([row.rid]))
             return None
         return state
@@ -91,6 +100,7 @@ class DraftEngine:
         affected.
         """
         started = time.monotonic()
+<<<<<<< HEAD
         ready: list[DraftState] = []
         for row in rows:
             state = self.commit(row)
@@ -100,6 +110,19 @@ class DraftEngine:
         ready = [state for state, has_room in zip(ready, granted) if has_room]
         drafts = _to_host(*self._model.draft_chain(ready, num_steps), len(ready)) if ready and num_steps else None
         return self._pack(round_id, rows, ready, drafts, num_steps, received_s, started)
+=======
+        known = {row.rid: state for row in rows if (state := self.commit(row)) is not None}
+        # A second row of one name may have taken the first one's request out of step: it is gone then.
+        known = {rid: state for rid, state in known.items() if self._states.get(rid) is state}
+        ready = [s for s in known.values() if self._usable(s, num_steps) and self._catch_up(s)]
+        ready = [state for state in ready if self._model.reserve(state, len(state.tokens) + num_steps - 1)]
+        drafts = self._draft_chain(ready, num_steps) if ready and num_steps else None
+        answer = self._pack(round_id, rows, ready, drafts, num_steps, received_s, started)
+        unknown = [i for i, row in enumerate(rows) if row.rid not in known]
+        if self.spec.integrity_checks and (fault := self.fault()) is not None:
+            raise RuntimeError(f"after round {round_id}: {fault}")
+        return msgspec.structs.replace(answer, unknown=unknown) if unknown else answer
+>>>>>>> fade5b1 (Drafter health told by pulse, answers and pings; broken messages, lost requests and collapsed acceptance are mended)
 
     def _usable(self, state: DraftState, num_steps: int) -> bool:
         return len(state.tokens) + num_steps <= self._model.context_len
@@ -203,8 +226,10 @@ class DraftEngine:
             kv_tokens=self._model.kv_tokens,
             rounds=self._rounds,
             drafted_tokens=self._drafted_tokens,
+            fault=self.fault(),
         )
 
+<<<<<<< HEAD
 
 @dataclass
 class _HostDrafts:
@@ -224,3 +249,8 @@ def _to_host(chain: Chain, kinds: Kinds, count: int) -> _HostDrafts:
     tokens, law_ids, law_probs = (None if t is None else t.numpy() for t in copies)
     assert tokens is not None
     return _HostDrafts(tokens, law_ids, law_probs)
+=======
+    def fault(self) -> str | None:
+        """What is wrong with the pools; None when every slot and row is free or held once, by an open request."""
+        return self._model.fault(list(self._states.values()))
+>>>>>>> fade5b1 (Drafter health told by pulse, answers and pings; broken messages, lost requests and collapsed acceptance are mended)

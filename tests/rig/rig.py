@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_psd.errors import DrafterStartError
 from tests.rig.drafter import ForkedDrafter
+from tests.rig.proxy import Fault
 
+Sabotage = Callable[[], None]
 # Prompt, most new tokens, and what else ``Rig.submit`` takes.
 Ask = tuple[list[int], int, dict[str, Any]]
 
+# What a rig's scheduler is told unless a test says otherwise. Nothing here may depend on how fast the machine is.
+RIG_CONFIG: dict[str, Any] = {"integrity_checks": True, "restart": False, "draft_timeout_s": 30.0}
 KV_TOKENS = 4096
 MAX_RUNNING = 16
 RANDOM_SEED = 1234
@@ -91,6 +97,12 @@ class Rig:
         Target model.
     config : dict, optional
         More keys for ``--psd-config``.
+    spares : int
+        Drafters to start when one is lost; with none, a restart fails.
+    sabotage : callable or list of callable, optional
+        Runs in the process of the first drafter (of each, in order) before its entry point.
+    fault : Fault, optional
+        What the first drafter's wire does to messages (see ``proxy.py``).
     **server_args
         Passed to ``ServerArgs``.
     """
@@ -105,8 +117,13 @@ class Rig:
         *,
         target: str = "T",
         config: dict[str, Any] | None = None,
+        spares: int = 0,
+        sabotage: Sabotage | list[Sabotage | None] | None = None,
+        fault: Fault | None = None,
         **server_args: Any,
     ):
+        self._num_spares, self._fault = spares, fault
+        self._sabotage = sabotage if isinstance(sabotage, list) else [sabotage]
         self._numbers = itertools.count()
         self._requests: dict[str, Any] = {}
         self._logprobs: dict[str, tuple[list, list]] = {}
@@ -126,7 +143,7 @@ class Rig:
                 speculative_draft_model_path=str(models / draft),
                 speculative_num_steps=k,
                 psd_mode=mode,
-                psd_config=json.dumps({"loop": loop, "integrity_checks": True, "restart": False, **(config or {})}),
+                psd_config=json.dumps({"loop": loop, **RIG_CONFIG, **(config or {})}),
             )
         options.update(server_args)
         self.scheduler = self._build(options, speculative=draft is not None)
@@ -166,8 +183,21 @@ class Rig:
 
         config = args.psd()
         device = visible_drafter_device(args, config, 0)
-        self.drafter = ForkedDrafter(drafter_spec(args, config, device, vocab_limit(args)))
-        mixin.launch_drafter = lambda *_: self.drafter
+        spec = drafter_spec(args, config, device, vocab_limit(args))
+        # Sockets have threads, so whatever is forked is forked before the first one opens.
+        first, *others = itertools.chain(self._sabotage, [None] * (self._num_spares + 1 - len(self._sabotage)))
+        spares = [ForkedDrafter(spec, spare=True, sabotage=sabotage) for sabotage in others]
+        self.drafter = ForkedDrafter(spec, sabotage=first, fault=self._fault)
+        ready = itertools.chain([lambda: self.drafter], (spare.begin for spare in spares))
+
+        def launch(*_: Any) -> ForkedDrafter:
+            begin = next(ready, None)
+            if begin is None:
+                raise DrafterStartError("this rig has no more spare drafters")
+            self.drafter = begin()
+            return self.drafter
+
+        mixin.launch_drafter = launch
 
     def _record_outputs(self) -> None:
         recorder = Recorder()
@@ -306,6 +336,14 @@ class Rig:
         stuck = self.unfinished()
         raise AssertionError(f"not idle after {max_turns} turns; unfinished: {stuck}")
 
+    def run_until(self, reached: Callable[[], bool], what: str, within_s: float = 60.0) -> float:
+        """Turn until ``reached()``: for what other processes have to do meanwhile. Returns the seconds it took."""
+        started = time.monotonic()
+        while not reached():
+            assert time.monotonic() - started < within_s, f"{what}: not within {within_s:.0f} s"
+            self.turn()
+        return time.monotonic() - started
+
     def run(self, asks: Iterable[Ask]) -> list[Output]:
         """Submit together, run until done, and return the outputs in order."""
         rids = [self.submit(ids, length, **options) for ids, length, options in asks]
@@ -379,8 +417,13 @@ class Rig:
 
     # --- checks ---------------------------------------------------------------------------------
 
-    def idle_check(self) -> None:
+    def idle_check(self, late_allowed: bool = False) -> None:
         """Nothing runs, and nothing is held on either side.
+
+        Parameters
+        ----------
+        late_allowed : bool
+            The test made the drafter late.
 
         Raises
         ------
@@ -396,9 +439,10 @@ class Rig:
             assert client.usable, f"the drafter was lost: {client.failure}"
             assert client.open_requests == 0, f"{client.open_requests} requests are still open"
             late = scheduler.psd_stats.late_rows
-            assert late == 0, f"{late} drafts were awaited in vain"
+            assert late_allowed or late == 0, f"{late} drafts were awaited in vain"
             stats = client.ping()
             assert stats is not None, "the drafter does not answer"
+            assert stats.fault is None, stats.fault
             assert stats.open_requests == 0, f"the drafter still holds {stats.open_requests} requests"
             assert stats.free_kv_tokens == stats.kv_tokens, f"the drafter leaks KV: {stats}"
         assert scheduler.flush_cache(), "an idle server refused to flush its cache"

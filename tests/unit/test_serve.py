@@ -58,8 +58,9 @@ class FakeChannel:
             raise item
         return item
 
-    def send(self, message) -> None:
+    def send_patiently(self, message, slice_s: float, worth_waiting) -> bool:
         self.sent.append(message)
+        return True
 
 
 def run(engine: FakeEngine, *batches: list) -> FakeChannel:

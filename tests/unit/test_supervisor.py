@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from sglang_psd.channel.messages import SCHEMA_VERSION, Failure, Hello
-from sglang_psd.scheduler.supervisor import FIRST_DELAY_S, LOSS_WINDOW_S, MAX_LOSSES, DrafterSupervisor
+from sglang_psd.scheduler.supervisor import FIRST_DELAY_S, LOSS_WINDOW_S, DrafterSupervisor
 
+MAX_LOSSES = 5
 HELLO = Hello(SCHEMA_VERSION, 1, "cpu", 320, 512, 1000, 8, 0.1, 0.1, 1.0)
 
 
@@ -24,6 +25,8 @@ class FakeProcess:
     def alive(self) -> bool:
         return self.running
 
+    can_answer = alive
+
     def abandon(self) -> None:
         self.abandoned = True
 
@@ -35,7 +38,7 @@ class World:
         self.now = 100.0
         self.spawned: list[FakeProcess] = []
         self.spawn_error: Exception | None = None
-        self.supervisor = DrafterSupervisor(self.spawn, 60.0, clock=lambda: self.now)
+        self.supervisor = DrafterSupervisor(self.spawn, 60.0, MAX_LOSSES, clock=lambda: self.now)
 
     def spawn(self) -> FakeProcess:
         if self.spawn_error is not None:
