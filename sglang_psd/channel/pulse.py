@@ -81,7 +81,9 @@ class PulseReader:
         self._last_beat_s: float | None = None
 
     def silence_s(self) -> float:
-        """Seconds without a beat; 0 before the first one (the drafter is loading)."""
+        """Seconds without a beat; 0 before the first one (the drafter is loading), without end once closed."""
+        if self._socket.closed:
+            return float("inf")
         now = self._clock()
         if self._drain():
             self._last_beat_s = now

@@ -100,29 +100,19 @@ class DraftEngine:
         affected.
         """
         started = time.monotonic()
-<<<<<<< HEAD
-        ready: list[DraftState] = []
-        for row in rows:
-            state = self.commit(row)
-            if state is not None and self._usable(state, num_steps) and self._catch_up(state):
-                ready.append(state)
-        granted = self._model.reserve_all(ready, [len(state.tokens) + num_steps - 1 for state in ready])
-        ready = [state for state, has_room in zip(ready, granted) if has_room]
-        drafts = _to_host(*self._model.draft_chain(ready, num_steps), len(ready)) if ready and num_steps else None
-        return self._pack(round_id, rows, ready, drafts, num_steps, received_s, started)
-=======
+        num_steps = min(num_steps, self.spec.num_steps)
         known = {row.rid: state for row in rows if (state := self.commit(row)) is not None}
         # A second row of one name may have taken the first one's request out of step: it is gone then.
         known = {rid: state for rid, state in known.items() if self._states.get(rid) is state}
         ready = [s for s in known.values() if self._usable(s, num_steps) and self._catch_up(s)]
-        ready = [state for state in ready if self._model.reserve(state, len(state.tokens) + num_steps - 1)]
-        drafts = self._draft_chain(ready, num_steps) if ready and num_steps else None
+        granted = self._model.reserve_all(ready, [len(state.tokens) + num_steps - 1 for state in ready])
+        ready = [state for state, has_room in zip(ready, granted) if has_room]
+        drafts = _to_host(*self._model.draft_chain(ready, num_steps), len(ready)) if ready and num_steps else None
         answer = self._pack(round_id, rows, ready, drafts, num_steps, received_s, started)
         unknown = [i for i, row in enumerate(rows) if row.rid not in known]
         if self.spec.integrity_checks and (fault := self.fault()) is not None:
             raise RuntimeError(f"after round {round_id}: {fault}")
         return msgspec.structs.replace(answer, unknown=unknown) if unknown else answer
->>>>>>> fade5b1 (Drafter health told by pulse, answers and pings; broken messages, lost requests and collapsed acceptance are mended)
 
     def _usable(self, state: DraftState, num_steps: int) -> bool:
         return len(state.tokens) + num_steps <= self._model.context_len
@@ -229,7 +219,10 @@ class DraftEngine:
             fault=self.fault(),
         )
 
-<<<<<<< HEAD
+    def fault(self) -> str | None:
+        """What is wrong with the pools; None when every slot and row is free or held once, by an open request."""
+        return self._model.fault(list(self._states.values()))
+
 
 @dataclass
 class _HostDrafts:
@@ -249,8 +242,3 @@ def _to_host(chain: Chain, kinds: Kinds, count: int) -> _HostDrafts:
     tokens, law_ids, law_probs = (None if t is None else t.numpy() for t in copies)
     assert tokens is not None
     return _HostDrafts(tokens, law_ids, law_probs)
-=======
-    def fault(self) -> str | None:
-        """What is wrong with the pools; None when every slot and row is free or held once, by an open request."""
-        return self._model.fault(list(self._states.values()))
->>>>>>> fade5b1 (Drafter health told by pulse, answers and pings; broken messages, lost requests and collapsed acceptance are mended)

@@ -167,8 +167,8 @@ class DraftClient:
         """
         started = time.monotonic()
         expected = {item[0] for item in wanted if item is not None and self._asked.get(item[0]) == item[1]}
-        limit_s = self._vitals.patience_s
-        self._wait_for(expected, started + limit_s, watch)
+        if expected:
+            self._wait_for(expected, started + self._vitals.patience_s, watch)
         taken = Taken(rows=[None] * len(wanted), wait_s=time.monotonic() - started)
         for i, item in enumerate(wanted):
             if item is not None and item[0] in expected:

@@ -54,8 +54,8 @@ class ForkedDrafter(DrafterProcess):
         Wait for ``begin`` before loading anything.
     sabotage : callable, optional
         Called in the child before its entry point: breaks what the test wants broken.
-    fault : Fault, optional
-        What its wire does to messages.
+    fault : (Fault, int), optional
+        What its wire does to messages, and the seed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ForkedDrafter(DrafterProcess):
         *,
         spare: bool = False,
         sabotage: Callable[[], None] | None = None,
-        fault: Fault | None = None,
+        fault: tuple[Fault, int] | None = None,
     ):
         self._spare = spare
         self._sabotage = sabotage
@@ -93,7 +93,15 @@ class ForkedDrafter(DrafterProcess):
             return
         super()._open_sockets()
         if self._front is not None and self._fault is not None:
-            self.proxy = FaultyProxy(self._front, self._endpoint.address, self._fault)
+            self.proxy = FaultyProxy(self._front, self._endpoint.address, *self._fault)
+
+    def stop(self) -> None:
+        """A spare that nobody needed has no sockets yet."""
+        if self._spare:
+            self.child.kill()
+            self._endpoint.cleanup()
+        else:
+            super().stop()
 
     def _release(self) -> None:
         if self.proxy is not None and self._front is not None:

@@ -101,8 +101,8 @@ class Rig:
         Drafters to start when one is lost; with none, a restart fails.
     sabotage : callable or list of callable, optional
         Runs in the process of the first drafter (of each, in order) before its entry point.
-    fault : Fault, optional
-        What the first drafter's wire does to messages (see ``proxy.py``).
+    fault : (Fault, int), optional
+        What the first drafter's wire does to messages (see ``proxy.py``), and the seed of its moods.
     **server_args
         Passed to ``ServerArgs``.
     """
@@ -119,7 +119,7 @@ class Rig:
         config: dict[str, Any] | None = None,
         spares: int = 0,
         sabotage: Sabotage | list[Sabotage | None] | None = None,
-        fault: Fault | None = None,
+        fault: tuple[Fault, int] | None = None,
         **server_args: Any,
     ):
         self._num_spares, self._fault = spares, fault
@@ -417,8 +417,8 @@ class Rig:
 
     # --- checks ---------------------------------------------------------------------------------
 
-    def idle_check(self, late_allowed: bool = False) -> None:
-        """Nothing runs, and nothing is held on either side.
+    def idle_check(self, late_allowed: bool = False) -> dict[str, int]:
+        """Nothing runs, and nothing is held on either side; returns what is held, by name: zeros.
 
         Parameters
         ----------
@@ -430,7 +430,7 @@ class Rig:
         AssertionError
             A request, KV slot or pool row is still held by the target or by the drafter.
         """
-        scheduler = self.scheduler
+        scheduler, held = self.scheduler, {}
         self.turns(2)
         assert scheduler.is_fully_idle(), "the scheduler is not idle"
         scheduler.on_idle()
@@ -445,9 +445,15 @@ class Rig:
             assert stats.fault is None, stats.fault
             assert stats.open_requests == 0, f"the drafter still holds {stats.open_requests} requests"
             assert stats.free_kv_tokens == stats.kv_tokens, f"the drafter leaks KV: {stats}"
+            held["drafter_requests"] = stats.open_requests
+            held["drafter_kv_tokens"] = stats.kv_tokens - stats.free_kv_tokens
         assert scheduler.flush_cache(), "an idle server refused to flush its cache"
         free, total = scheduler.token_to_kv_pool_allocator.available_size(), scheduler.max_total_num_tokens
         assert free == total, f"the target leaks KV: {free} of {total} tokens free"
+        rows = scheduler.req_to_token_pool
+        held["target_kv_tokens"], held["target_rows"] = total - free, rows.size - len(rows.free_slots)
+        assert held["target_rows"] == 0, f"the target leaks rows: {held}"
+        return held
 
     def close(self) -> None:
         """Stop the drafter."""

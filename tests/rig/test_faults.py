@@ -252,13 +252,36 @@ def test_acceptance_that_stays_collapsed_ends_drafting(run_case, models, oracle)
 # --- the wire ------------------------------------------------------------------------------------
 
 
-def run_on_a_bad_wire(models: Path, name: str, loop: str) -> tuple[list[Output], int, int, dict]:
-    """Outputs, frames harmed, drafts after the wire has become good, report."""
+@dataclass
+class WireOutcome:
+    """What a bad wire led to.
+
+    Attributes
+    ----------
+    outputs : list of Output
+        Of requests on the bad wire, then of as many on the good one.
+    harmed, drafts : int
+        Frames that the wire changed; drafts after it had become good.
+    agreed_s : float
+        Seconds from the good wire until both sides had compared notes.
+    report : dict
+        ``/server_info`` at the end.
+    """
+
+    outputs: list[Output]
+    harmed: int
+    drafts: int
+    agreed_s: float
+    report: dict
+
+
+def run_on_a_bad_wire(models: Path, name: str, loop: str, seed: int = 0) -> WireOutcome:
+    """Serve on a bad wire, then on a good one."""
     from sglang_psd.scheduler import vitals
 
     vitals.PING_EVERY_S = 0.1
     config = {**QUICK, "draft_timeout_s": 0.15, "hung_after_s": 20.0}
-    with Rig(models, fault=FAULTS[name], spares=1, config=config, loop=loop) as rig:
+    with Rig(models, fault=(FAULTS[name], seed), spares=1, config=config, loop=loop) as rig:
         scheduler, proxy = rig.scheduler, rig.drafter.proxy
         rids = [rig.submit(ids, LENGTH) for ids in PROMPTS]
         rig.run_until_done()
@@ -266,24 +289,26 @@ def run_on_a_bad_wire(models: Path, name: str, loop: str) -> tuple[list[Output],
         harmed = proxy.to_drafter.harmed + proxy.to_scheduler.harmed
         # A lost pong is made up for by the next ping; a lost Close shows when both sides compare notes.
         client = scheduler.psd_client
-        rig.run_until(lambda: scheduler.psd_client.drafting, "drafts again")
+        agreed_s = rig.run_until(lambda: scheduler.psd_client.drafting, "drafts again")
         before = client.pongs
-        rig.run_until(lambda: scheduler.psd_client is not client or client.pongs > before + 2, "both sides to agree")
+        agreed_s += rig.run_until(
+            lambda: scheduler.psd_client is not client or client.pongs > before + 2, "both sides to agree"
+        )
         rig.rows.clear()
         rids += [rig.submit(ids, LENGTH) for ids in PROMPTS]
         outputs = finish(rig, rids)
         drafts = sum(row.drafts for rows in rig.rows for row in rows)
         rig.idle_check(late_allowed=True)
-        return outputs, harmed, drafts, scheduler.psd_report()
+        return WireOutcome(outputs, harmed, drafts, agreed_s, scheduler.psd_report())
 
 
 @pytest.mark.parametrize("loop", ["synchronous", "overlapped"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_bad_wire(run_case, models, oracle, name, loop) -> None:
-    outputs, harmed, drafts, report = run_case(run_on_a_bad_wire, models, name, loop)
-    assert harmed > 5, "the wire was good"
-    assert_prefixes(outputs, [LENGTH] * 18, oracle.greedy(PROMPTS) * 2)
-    assert drafts > 150 and report["mode"] == "parallel"
+    outcome = run_case(run_on_a_bad_wire, models, name, loop)
+    assert outcome.harmed > 5, "the wire was good"
+    assert_prefixes(outcome.outputs, [LENGTH] * 18, oracle.greedy(PROMPTS) * 2)
+    assert outcome.drafts > 150 and outcome.report["mode"] == "parallel"
 
 
 # --- around it -----------------------------------------------------------------------------------
