@@ -3,10 +3,10 @@
     python scripts/endurance.py --requests 10000 --kills 20 --out docs/results/endurance_cpu.json
 
 A real scheduler and a real drafter on the CPU (the test rig), driven turn by turn. Requests have random prompts,
-lengths and sampling parameters; 5 % are aborted at a random moment; the KV pool is too small for all, so requests are
-retracted again and again; the drafter is killed or stopped at random moments. Every greedy text is compared with that
-of SGLang without PSD; accounting of both sides is checked on every round, and every thousand requests the server is
-drained and all pools have to be back at zero.
+lengths and sampling parameters; 5 % are aborted at a random moment; the KV pool is too small for all, and now and then
+everything is retracted at once by pause and continue; the drafter is killed or stopped at random moments. Every greedy
+text is compared with that of SGLang without PSD; accounting of both sides is checked on every round, and every thousand
+requests the server is drained and all pools have to be back at zero.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ ABORT_SHARE = 0.05
 SAMPLED_SHARE = 0.2
 # Waiting and running together; more than may run at once.
 IN_FLIGHT = 24
-# About half of what the running requests would need, so that some are always retracted.
+# Less than the running requests need in the end; admission is told not to care (see ``endure``).
 POOL_TOKENS = 420
+PAUSE_SHARE = 1 / 300  # of all turns
 RSS_EVERY = 50
 
 
@@ -77,10 +78,11 @@ class Window:
 
 @dataclass
 class Strike:
-    """One attack on the drafter: after which request, how, and the seconds until drafts were expected again."""
+    """One attack on the drafter: after which request, how, and the seconds until that was noticed and mended."""
 
     at_request: int
     kind: str
+    noticed_s: float | None = None
     recovery_s: float | None = None
 
 
@@ -101,6 +103,7 @@ class Endurance:
     wrong: list[str] = field(default_factory=list)
     _live: dict[str, tuple[int, int, bool]] = field(default_factory=dict)
     _hit: set[str] = field(default_factory=set)
+    pauses: int = 0
     _struck: tuple[Strike, float] | None = None
 
     def run(self) -> None:
@@ -116,6 +119,7 @@ class Endurance:
                 self._submit()
             self.rig.turn()
             self._maybe_abort()
+            self._maybe_pause()
             self._strike_when_due()
             for rid in [rid for rid in self._live if self.rig.output(rid).finish is not None]:
                 output = self.rig.output(rid)
@@ -165,6 +169,15 @@ class Endurance:
             self._hit.add(rid)
             self.rig.abort(rid)
 
+    def _maybe_pause(self) -> None:
+        """Retract everything, in either slot, and go on."""
+        if self.rng.random() < PAUSE_SHARE:
+            from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+            self.rig.tell(PauseGenerationReqInput(mode="retract"))
+            self.rig.tell(ContinueGenerationReqInput())
+            self.pauses += 1
+
     def _judge(self, rid: str, output: Output) -> None:
         which, length, sampled = self._live.pop(rid)
         kind = (output.finish or {}).get("type")
@@ -182,22 +195,23 @@ class Endurance:
     # --- the drafter ----------------------------------------------------------------------------
 
     def _strike_when_due(self) -> None:
-        client = self.rig.scheduler.psd_client
         if self._struck is not None:
-            strike, at = self._struck
-            if client.drafting and self.rig.scheduler.psd_supervisor.state == "up":
-                # The old client is usable until the loss is noticed.
-                if client is not self._client or strike.kind == "stop and continue":
-                    strike.recovery_s, self._struck = round(time.monotonic() - at, 2), None
-            elif strike.kind == "stop and continue":
-                self.rig.drafter.child.send_signal(signal.SIGCONT)
+            self._follow(*self._struck)
             return
         due = next((strike for strike in self.strikes if strike.recovery_s is None), None)
-        if due is None or self.submitted < due.at_request:
-            return
-        self._client = client
-        self.rig.drafter.child.send_signal(signal.SIGKILL if due.kind == "kill" else signal.SIGSTOP)
-        self._struck = (due, time.monotonic())
+        if due is not None and self.submitted >= due.at_request:
+            self.rig.drafter.child.send_signal(signal.SIGKILL if due.kind == "kill" else signal.SIGSTOP)
+            self._struck = (due, time.monotonic())
+
+    def _follow(self, strike: Strike, since_s: float) -> None:
+        """Note when the scheduler noticed, and when it expects drafts again."""
+        drafting, now = self.rig.scheduler.psd_client.drafting, time.monotonic()
+        if strike.noticed_s is None and not drafting:
+            strike.noticed_s = round(now - since_s, 3)
+            if strike.kind == "stop and continue":
+                self.rig.drafter.child.send_signal(signal.SIGCONT)
+        elif strike.noticed_s is not None and drafting:
+            strike.recovery_s, self._struck = round(now - since_s, 3), None
 
     def _await_drafter(self) -> None:
         def recovered() -> bool:
@@ -233,7 +247,7 @@ def endure(models: Path, truth: list[list[int]], total: int, kills: int, seed: i
     rng = random.Random(seed)
     strikes = plan_strikes(total, kills, rng)
     config = {"restart": True, "max_losses": kills + 1, "hung_after_s": 2.0, "draft_timeout_s": 1.0}
-    options = {"max_total_tokens": POOL_TOKENS, "schedule_conservativeness": 0.3, "log_level": "error"}
+    options = {"max_total_tokens": POOL_TOKENS, "schedule_conservativeness": 0.05, "log_level": "error"}
     started = time.monotonic()
     with Rig(models, "D_mid", 3, "parallel", "overlapped", spares=kills, config=config, **options) as rig:
         run = Endurance(rig, truth, make_prompts(NUM_PROMPTS), total, strikes, rng)
@@ -244,6 +258,7 @@ def endure(models: Path, truth: list[list[int]], total: int, kills: int, seed: i
         "requests": run.submitted,
         "wrong": run.wrong,
         "aborted": run.aborted,
+        "pauses": run.pauses,
         "retractions": sum(window.retractions for window in run.windows),
         "slot_moves": report["slot_moves"],
         "rounds": report["rounds"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,7 +92,6 @@ def wait_for_mode(url: str, wanted: Callable[[str], bool], since_s: float) -> tu
 
 def strike(url: str, attack: Callable[[psutil.Process], None]) -> Recovery:
     """Attack the drafter, watch the server notice and recover."""
-    import threading
 
     drafter = drafter_of(url)
     begin = time.monotonic()

@@ -1,10 +1,12 @@
-"""What comes back from the drafter, as a round uses it."""
+"""What goes to the drafter and comes back, as a round uses it."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_psd.channel.messages import DraftRow
+from sglang_psd.channel.messages import DraftRow, RoundRow
 
 
 @dataclass(frozen=True)
@@ -31,3 +33,12 @@ class Taken:
     wait_s: float = 0.0
     draft_start_s: float | None = None
     draft_end_s: float | None = None
+
+
+def without_twins(rows: Sequence[RoundRow]) -> tuple[list[RoundRow], list[str]]:
+    """Rows whose id occurs once, and the ids that occur more often.
+
+    Two live requests under one id cannot be told apart by the drafter: neither is drafted.
+    """
+    counts = Counter(row.rid for row in rows)
+    return [row for row in rows if counts[row.rid] == 1], sorted(rid for rid in counts if counts[rid] > 1)

@@ -17,6 +17,7 @@ from sglang_psd.channel.messages import (
     Close,
     DraftRow,
     Failure,
+    Message,
     Open,
     Ping,
     Proposals,
@@ -25,12 +26,11 @@ from sglang_psd.channel.messages import (
     RoundRow,
     Sampling,
     Stats,
-    check_contents,
     unpack_rows,
 )
 from sglang_psd.drafter.process import ALIVE_SLICE_S, DrafterProcess
-from sglang_psd.errors import MessageTooLargeError, ProtocolError
-from sglang_psd.scheduler.answers import DraftAnswer, Taken
+from sglang_psd.scheduler.answers import DraftAnswer, Taken, without_twins
+from sglang_psd.scheduler.link import DrafterLink
 from sglang_psd.scheduler.vitals import Vitals
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,7 @@ class DraftClient:
         vitals: Vitals,
         on_answer: Callable[[DraftAnswer], None],
     ):
-        self._process = process
-        self._channel = process.channel
+        self._link = DrafterLink(process, num_steps, vocab_limit)
         self._num_steps = num_steps
         self._vocab_limit = vocab_limit
         self._vitals = vitals
@@ -79,12 +78,16 @@ class DraftClient:
         self.pongs = 0
         self.resyncs = 0
         self.reopened = 0
-        self.failure: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the drafter is lost; None while it is not."""
+        return self._link.failure
 
     @property
     def usable(self) -> bool:
         """Whether the drafter is there at all."""
-        return self.failure is None
+        return self._link.failure is None
 
     @property
     def drafting(self) -> bool:
@@ -114,7 +117,8 @@ class DraftClient:
         now = time.monotonic()
         foreign = [row.rid for row in rows if max(row.new_tokens, default=0) >= self._vocab_limit]
         self.close(foreign)
-        rows = self._without_twins([row for row in rows if row.rid in self._open])
+        rows, twins = without_twins([row for row in rows if row.rid in self._open])
+        self.close(twins)
         if not rows:
             return now
         round_id = self._next_round
@@ -126,15 +130,6 @@ class DraftClient:
                 self._asked[row.rid] = row.base_len
                 self._arrived.pop(row.rid, None)
         return now
-
-    def _without_twins(self, rows: list[RoundRow]) -> list[RoundRow]:
-        """Two live requests under one id cannot be told apart over there: neither is drafted."""
-        rids = [row.rid for row in rows]
-        if len(set(rids)) == len(rids):
-            return rows
-        twins = {rid for rid in rids if rids.count(rid) > 1}
-        self.close(sorted(twins))
-        return [row for row in rows if row.rid not in twins]
 
     def close(self, rids: Sequence[str]) -> None:
         """Let the drafter forget requests; unknown ones are ignored."""
@@ -207,7 +202,7 @@ class DraftClient:
             if watch is not None and watch():
                 if not self._receive_one(0.0):
                     time.sleep(WATCH_SLICE_S)
-            elif not self._receive_one(min(left, ALIVE_SLICE_S)) and not self._process.alive():
+            elif not self._receive_one(min(left, ALIVE_SLICE_S)) and not self._link.alive():
                 self._fail("its process has ended")
 
     # --- health ---------------------------------------------------------------------------------
@@ -218,7 +213,7 @@ class DraftClient:
             return
         self.poll()
         reason = self._vitals.verdict()
-        if not self._process.alive():
+        if not self._link.alive():
             reason = "its process has ended"
         if reason is not None and self.usable:
             self._fail(reason)
@@ -264,15 +259,7 @@ class DraftClient:
     # --- inside ---------------------------------------------------------------------------------
 
     def _receive_one(self, timeout_s: float) -> bool:
-        try:
-            message = self._channel.receive(timeout_s)
-            if isinstance(message, Proposals):
-                check_contents(message, self._num_steps, self._vocab_limit)
-        except ProtocolError as error:
-            logger.warning("PSD: %s", error)
-            return True
-        if message is None:
-            return False
+        message = self._link.receive(timeout_s)
         if isinstance(message, Proposals):
             self._accept(message)
         elif isinstance(message, Stats):
@@ -282,7 +269,7 @@ class DraftClient:
                 self._fail(message.message)
             else:
                 logger.warning("PSD: the drafter reports: %s", message.message)
-        return True
+        return message is not None
 
     def _accept(self, message: Proposals) -> None:
         received_s = time.monotonic()
@@ -311,21 +298,13 @@ class DraftClient:
         self._asked.clear()
         self._arrived.clear()
 
-    def _send(self, message) -> bool:
+    def _send(self, message: Message) -> bool:
+        sent = self._link.send(message)
         if not self.usable:
-            return False
-        try:
-            self._channel.send(message)
-        except MessageTooLargeError as error:
-            logger.warning("PSD: %s", error)
-            return False
-        except ProtocolError as error:
-            self._fail(str(error))
-            return False
-        return True
+            self._clear()
+        return sent
 
     def _fail(self, reason: str) -> None:
         """The drafter is lost: every request goes on without drafts."""
-        self.failure = reason
+        self._link.fail(reason)
         self._clear()
-        logger.error("PSD: the drafter is lost (%s); serving goes on without drafts.", reason)

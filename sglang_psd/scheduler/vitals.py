@@ -59,8 +59,8 @@ class Vitals:
         self._late = False
         self._late_ping = 0  # a pong from here on says that it has caught up
         self._next_ping = 0
-        self._open_ping: int | None = None
         self._pinged_s = clock()
+        self._unanswered_since_s: float | None = None
 
     # --- how long to wait -----------------------------------------------------------------------
 
@@ -109,31 +109,29 @@ class Vitals:
     # --- pings ----------------------------------------------------------------------------------
 
     def ping_due(self) -> bool:
-        """Whether to send the next ping: one at a time, at once when the drafter was late."""
-        if self._open_ping is not None:
-            return False
-        return self._clock() - self._pinged_s >= PING_EVERY_S or (self._late and self._next_ping <= self._late_ping)
+        """Whether to send the next ping: every two seconds, and at once when the drafter was late."""
+        after_late = self._late and self._next_ping <= self._late_ping
+        return after_late or self._clock() - self._pinged_s >= PING_EVERY_S
 
     def pinged(self) -> int:
         """Number of the ping that is sent now."""
-        self._open_ping, self._pinged_s = self._next_ping, self._clock()
+        self._pinged_s = self._clock()
+        if self._unanswered_since_s is None:
+            self._unanswered_since_s = self._pinged_s
         self._next_ping += 1
-        return self._open_ping
+        return self._next_ping - 1
 
     def ponged(self, ping_id: int) -> None:
-        """A ping was answered."""
-        if ping_id == self._open_ping:
-            self._open_ping = None
+        """A ping was answered; one that got lost on the way is forgotten with it."""
+        self._unanswered_since_s = None
         if self._late and ping_id >= self._late_ping:
             self._late = False
 
     def verdict(self) -> str | None:
         """Why the process is to be given up; None while it is not."""
-        if self._open_ping is None:
+        if self._unanswered_since_s is None:
             return None
-        limit_s = self._hung_after_s if self._answered else self._warm_up_s
-        waiting_s = self._clock() - self._pinged_s
-        if self.silent:
-            # Not compiling, not loading: stopped.
-            limit_s = self._hung_after_s
+        # A stopped process compiles nothing: it gets no time to warm up.
+        limit_s = self._hung_after_s if self._answered or self.silent else self._warm_up_s
+        waiting_s = self._clock() - self._unanswered_since_s
         return f"it has not answered for {waiting_s:.0f} s" if waiting_s > limit_s else None

@@ -209,7 +209,9 @@ def test_the_breaker_ends_in_off(run_case, models, oracle) -> None:
                 rig.turns(9)
                 kill(rig)
                 rig.run_until(lambda: not scheduler.psd_client.usable, "the loss to be noticed")
-                rig.run_until(lambda: scheduler.psd_supervisor.state in ("up", "given up"), "a decision")
+                rig.run_until(
+                    lambda: scheduler.psd_client.drafting or scheduler.psd_supervisor.given_up, "a new one or the end"
+                )
             rids += [rig.submit(ids, LENGTH) for ids in PROMPTS]
             outputs = finish(rig, rids)
             rig.turns(20)
