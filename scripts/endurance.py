@@ -244,6 +244,10 @@ def plan_strikes(total: int, count: int, rng: random.Random) -> list[Strike]:
 
 def endure(models: Path, truth: list[list[int]], total: int, kills: int, seed: int) -> dict[str, Any]:
     """Run it in this process, which must be able to fork; returns what ``main`` writes."""
+    from sglang_psd.scheduler import supervisor
+
+    # A run of minutes with an attack every few seconds would else be served without a drafter for the most part.
+    supervisor.LONGEST_DELAY_S = 1.0
     rng = random.Random(seed)
     strikes = plan_strikes(total, kills, rng)
     config = {"restart": True, "max_losses": kills + 1, "hung_after_s": 2.0, "draft_timeout_s": 1.0}
