@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,12 +92,24 @@ def taken_port() -> Iterator[tuple[list[str], int, dict[str, str]]]:
 
 
 @contextmanager
-def no_socket_folder() -> Iterator[tuple[list[str], int, dict[str, str]]]:
-    """TMPDIR is too deep for a socket."""
+def removed_socket() -> Iterator[tuple[list[str], int, dict[str, str]]]:
+    """Somebody tidies up TMPDIR while the drafter loads."""
+    ended = threading.Event()
+
+    def tidy_up(folder: str) -> None:
+        while not ended.wait(0.05):
+            for path in Path(folder).glob("sglang-psd-*/*"):
+                if path.is_socket():
+                    path.unlink(missing_ok=True)
+
     with tempfile.TemporaryDirectory() as folder:
-        deep = os.path.join(folder, "x" * 100)
-        os.mkdir(deep)
-        yield PSD_FLAGS, free_port(), {**ENVIRONMENT, "TMPDIR": deep}
+        thread = threading.Thread(target=tidy_up, args=(folder,))
+        thread.start()
+        try:
+            yield PSD_FLAGS, free_port(), {**ENVIRONMENT, "TMPDIR": folder}
+        finally:
+            ended.set()
+            thread.join()
 
 
 @contextmanager
@@ -109,6 +121,6 @@ def unwritable_trace() -> Iterator[tuple[list[str], int, dict[str, str]]]:
 STARTS: dict[str, tuple[Callable, str]] = {
     "drafter cannot load": (broken_draft, "DrafterStartError"),
     "HTTP port taken": (taken_port, "address already in use"),
-    "TMPDIR too long for a socket": (no_socket_folder, "EndpointError"),
+    "socket file removed while loading": (removed_socket, "socket file"),
     "trace cannot be written": (unwritable_trace, "--psd-trace"),
 }
