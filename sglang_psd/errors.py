@@ -25,8 +25,8 @@ class ProtocolError(PSDError, RuntimeError):
     """A message on the drafter channel is malformed or of another schema version."""
 
 
-class MessageTooLargeError(ProtocolError):
-    """One message is longer than the drafter channel takes; the channel itself is sound."""
+class UnsendableError(ProtocolError):
+    """One message cannot go over the drafter channel; the channel itself is sound."""
 
 
 class EndpointError(PSDError, OSError):

@@ -10,7 +10,7 @@ import zmq
 
 from sglang_psd.channel.endpoints import CurveKeys, check_endpoint
 from sglang_psd.channel.messages import Message, decode, encode
-from sglang_psd.errors import MessageTooLargeError, ProtocolError
+from sglang_psd.errors import ProtocolError, UnsendableError
 
 # Rounds in flight are few; a queue this long only fills when the peer is stuck.
 QUEUE_MESSAGES = 4096
@@ -60,8 +60,8 @@ class Channel:
         ------
         ProtocolError
             The queue is full: the peer has stopped reading.
-        MessageTooLargeError
-            The peer would refuse it.
+        UnsendableError
+            It is too long, or holds what msgpack has no form for.
         """
         try:
             self._socket.send(_encode(message), zmq.NOBLOCK)
@@ -112,9 +112,12 @@ def make_private(endpoint: str) -> None:
 
 
 def _encode(message: Message) -> bytes:
-    data = encode(message)
+    try:
+        data = encode(message)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise UnsendableError(f"A message cannot go over the drafter channel ({error}).") from None
     if len(data) > MAX_MESSAGE_BYTES:
-        raise MessageTooLargeError(
+        raise UnsendableError(
             f"A message of {len(data)} bytes is too long for the drafter channel ({MAX_MESSAGE_BYTES} at most)."
         )
     return data

@@ -34,6 +34,13 @@ class Taken:
     draft_start_s: float | None = None
     draft_end_s: float | None = None
 
+    def add(self, index: int, row: DraftRow, answer: DraftAnswer) -> None:
+        """Note drafts for request ``index`` and when they were made."""
+        self.rows[index] = row
+        start, end = self.draft_start_s, self.draft_end_s
+        self.draft_start_s = answer.started_s if start is None else min(start, answer.started_s)
+        self.draft_end_s = answer.finished_s if end is None else max(end, answer.finished_s)
+
 
 def without_twins(rows: Sequence[RoundRow]) -> tuple[list[RoundRow], list[str]]:
     """Rows whose id occurs once, and the ids that occur more often.

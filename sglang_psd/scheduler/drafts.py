@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from sglang_psd.channel.checks import check_open
 from sglang_psd.channel.messages import (
     TOKEN,
     Close,
@@ -29,6 +30,7 @@ from sglang_psd.channel.messages import (
     unpack_rows,
 )
 from sglang_psd.drafter.process import ALIVE_SLICE_S, DrafterProcess
+from sglang_psd.errors import ProtocolError
 from sglang_psd.scheduler.answers import DraftAnswer, Taken, without_twins
 from sglang_psd.scheduler.link import DrafterLink
 from sglang_psd.scheduler.vitals import Vitals
@@ -73,9 +75,8 @@ class DraftClient:
         self._arrived: dict[str, tuple[DraftRow, DraftAnswer]] = {}
         self._sent_s: dict[int, float] = {}
         self._next_round = 0
-        self._stats: Stats | None = None
+        self.stats: Stats | None = None
         self._audit: tuple[int, int] | None = None  # number of the open ping, requests open when it was sent
-        self.pongs = 0
         self.resyncs = 0
         self.reopened = 0
 
@@ -106,10 +107,17 @@ class DraftClient:
     # --- requests -------------------------------------------------------------------------------
 
     def open(self, rid: str, token_ids: Sequence[int], sampling: Sampling) -> None:
-        """Hand a request over; an open one is replaced. One with tokens that the draft model lacks stays here."""
+        """Hand a request over; an open one is replaced. One that the drafter would refuse stays here."""
         self._forget(rid)
-        tokens = np.asarray(token_ids, TOKEN)
-        if int(tokens.max()) < self._vocab_limit and self._send(Open(rid, tokens.tobytes(), sampling)):
+        tokens = np.asarray(token_ids)
+        if int(tokens.max()) >= self._vocab_limit:
+            return
+        message = Open(rid, tokens.astype(TOKEN).tobytes(), sampling)
+        try:
+            check_open(message)
+        except ProtocolError:
+            return
+        if self._send(message):
             self._open.add(rid)
 
     def commit(self, rows: Sequence[RoundRow]) -> float:
@@ -148,8 +156,6 @@ class DraftClient:
         self._clear()
         self._send(Reset())
 
-    # --- drafts ---------------------------------------------------------------------------------
-
     def take(self, wanted: Sequence[tuple[str, int, int] | None], watch: Callable[[], bool] | None = None) -> Taken:
         """Collect drafts for one verify, waiting for those that are on their way.
 
@@ -183,10 +189,7 @@ class DraftClient:
         row, answer = found
         if row.base_len != base_len or not len(row.tokens) or limit < 1:
             return
-        taken.rows[index] = row.first(limit)
-        start, end = taken.draft_start_s, taken.draft_end_s
-        taken.draft_start_s = answer.started_s if start is None else min(start, answer.started_s)
-        taken.draft_end_s = answer.finished_s if end is None else max(end, answer.finished_s)
+        taken.add(index, row.first(limit), answer)
 
     def poll(self) -> None:
         """Read what has arrived without waiting."""
@@ -205,8 +208,6 @@ class DraftClient:
             elif not self._receive_one(min(left, ALIVE_SLICE_S)) and not self._link.alive():
                 self._fail("its process has ended")
 
-    # --- health ---------------------------------------------------------------------------------
-
     def tend(self) -> None:
         """Once a turn: read what has come, notice a drafter that died or hangs, and compare notes now and then."""
         if not self.usable:
@@ -218,32 +219,22 @@ class DraftClient:
         if reason is not None and self.usable:
             self._fail(reason)
         elif self._vitals.ping_due():
-            self._send_ping()
+            self.ping()
 
     def give_up(self, reason: str) -> None:
         """Stop drafting: whoever calls this knows why."""
         if self.usable:
             self._fail(reason)
 
-    def ping(self, timeout_s: float = 5.0) -> Stats | None:
-        """Ask the drafter for its accounting and wait; None when it does not answer in time."""
-        self._stats = None
-        deadline = time.monotonic() + timeout_s
-        if not self._send_ping():
-            return None
-        while self._stats is None and self.usable and time.monotonic() < deadline:
-            self._receive_one(ALIVE_SLICE_S)
-        return self._stats
-
-    def _send_ping(self) -> bool:
+    def ping(self) -> None:
+        """Ask for the drafter's accounting; the answer ends up in ``stats``."""
         number = self._vitals.pinged()
         self._audit = (number, len(self._open))
-        return self._send(Ping(number))
+        self._send(Ping(number))
 
     def _compare(self, stats: Stats) -> None:
         """Messages keep their order: at a ping both sides hold the same requests, or a message was lost."""
-        self._stats = stats
-        self.pongs += 1
+        self.stats = stats
         self._vitals.ponged(stats.ping_id)
         if stats.fault is not None:
             self._fail(f"its accounting is broken: {stats.fault}")
@@ -255,8 +246,6 @@ class DraftClient:
             )
             self.resyncs += 1
             self.reset()
-
-    # --- inside ---------------------------------------------------------------------------------
 
     def _receive_one(self, timeout_s: float) -> bool:
         message = self._link.receive(timeout_s)

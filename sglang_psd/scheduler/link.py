@@ -7,7 +7,7 @@ import logging
 from sglang_psd.channel.checks import check_contents
 from sglang_psd.channel.messages import Message, Proposals
 from sglang_psd.drafter.process import DrafterProcess
-from sglang_psd.errors import MessageTooLargeError, ProtocolError
+from sglang_psd.errors import ProtocolError, UnsendableError
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class DrafterLink:
             return False
         try:
             self._process.channel.send(message)
-        except MessageTooLargeError as error:
+        except UnsendableError as error:
             logger.warning("PSD: %s", error)
             return False
         except ProtocolError as error:

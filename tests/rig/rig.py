@@ -440,8 +440,7 @@ class Rig:
             assert client.open_requests == 0, f"{client.open_requests} requests are still open"
             late = scheduler.psd_stats.late_rows
             assert late_allowed or late == 0, f"{late} drafts were awaited in vain"
-            stats = client.ping()
-            assert stats is not None, "the drafter does not answer"
+            stats = self.ask_drafter()
             assert stats.fault is None, stats.fault
             assert stats.open_requests == 0, f"the drafter still holds {stats.open_requests} requests"
             assert stats.free_kv_tokens == stats.kv_tokens, f"the drafter leaks KV: {stats}"
@@ -454,6 +453,14 @@ class Rig:
         held["target_kv_tokens"], held["target_rows"] = total - free, rows.size - len(rows.free_slots)
         assert held["target_rows"] == 0, f"the target leaks rows: {held}"
         return held
+
+    def ask_drafter(self) -> Any:
+        """The drafter's accounting as of now (``Stats``)."""
+        client = self.scheduler.psd_client
+        client.stats = None
+        client.ping()
+        self.run_until(lambda: client.stats is not None, "an answer of the drafter", within_s=20)
+        return client.stats
 
     def close(self) -> None:
         """Stop the drafter."""

@@ -209,7 +209,9 @@ def test_a_dead_drafter_ends_the_wait() -> None:
     bench.client.close(["b"])
     assert len(bench.channel.sent) == sent and not bench.client.is_open("b")
     assert bench.client.take([("b", 2, 9)]).rows == [None]
-    assert bench.client.ping(0.05) is None
+    bench.client.ping()
+    bench.client.tend()
+    assert len(bench.channel.sent) == sent
 
 
 def test_last_words_of_a_dead_drafter_count() -> None:
@@ -240,11 +242,12 @@ def test_a_full_channel_means_lost() -> None:
 
 def test_ping() -> None:
     bench = Bench()
-    stats = m.Stats(0, 0, 10, 10, 0, 0)
-    bench.channel.inbox.append(stats)
-    assert bench.client.ping() == stats
+    bench.client.ping()
+    found = m.Stats(0, 0, 10, 10, 0, 0)
+    bench.channel.inbox.append(found)
+    bench.client.poll()
+    assert bench.client.stats == found
     assert isinstance(bench.channel.sent[-1], m.Ping)
-    assert bench.client.ping(0.02) is None
 
 
 def test_a_stall_is_told_once_and_ends_with_a_useful_answer(caplog) -> None:
@@ -356,6 +359,21 @@ def test_tokens_that_the_draft_model_lacks_never_reach_it() -> None:
     bench.begin("b")
     bench.client.commit([m.RoundRow("b", 7, [100])])
     assert bench.channel.sent[-1] == m.Close(["b"]) and not bench.client.is_open("b")
+
+
+@pytest.mark.parametrize(
+    ("rid", "tokens", "sampling"),
+    [
+        ("a", [1, -1], GREEDY),
+        ("a", [1, 2], msgspec.structs.replace(GREEDY, greedy=False, temperature=float("inf"))),
+        ("a", [1, 2], msgspec.structs.replace(GREEDY, seed=2**70)),
+    ],
+)
+def test_a_request_that_the_drafter_would_refuse_stays_here(rid: str, tokens: list[int], sampling: m.Sampling) -> None:
+    """Handed over it would come back as unknown for ever; it is served without drafts."""
+    bench = Bench()
+    bench.client.open(rid, tokens, sampling)
+    assert not bench.channel.sent and not bench.client.is_open(rid) and bench.client.usable
 
 
 def test_two_rows_of_one_name_are_drafted_for_neither() -> None:

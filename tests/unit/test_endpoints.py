@@ -21,7 +21,7 @@ from sglang_psd.channel.pulse import PulseReader, PulseSender
 from sglang_psd.channel.transport import Channel
 from sglang_psd.drafter.process import DrafterProcess
 from sglang_psd.drafter.spec import DrafterSpec
-from sglang_psd.errors import DrafterStartError, EndpointError, MessageTooLargeError
+from sglang_psd.errors import DrafterStartError, EndpointError, UnsendableError
 from sglang_psd.server_process import free_port
 
 SPEC = DrafterSpec("", os.getpid(), "draft", "cpu", "cpu", "float32", "torch_native", 0.5, 4, 100, 3, 8, 1)
@@ -132,7 +132,7 @@ def test_a_message_too_long_is_refused_where_it_is_made(endpoint, monkeypatch) -
     try:
         drafter.send_patiently(m.Ping(0), 0.05, lambda: True)
         assert scheduler.receive(5.0) == m.Ping(0)
-        with pytest.raises(MessageTooLargeError, match="1000 at most"):
+        with pytest.raises(UnsendableError, match="1000 at most"):
             scheduler.send(m.Close(["r" * 2000]))
         scheduler.send(m.Ping(1))
         assert drafter.receive(5.0) == m.Ping(1)

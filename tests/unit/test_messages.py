@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sglang_psd.channel import messages as m
 from sglang_psd.channel.endpoints import PrivateEndpoint
 from sglang_psd.channel.transport import Channel
-from sglang_psd.errors import ProtocolError
+from sglang_psd.errors import ProtocolError, UnsendableError
 
 PROPOSAL_FIELDS = sorted({*m.Proposals.__struct_fields__} - {"round_id", "received_s", "started_s", "finished_s"})
 EXAMPLES = settings(max_examples=200, deadline=None)
@@ -236,6 +236,16 @@ def test_a_full_queue_is_an_error_not_a_wait(pair) -> None:
     with pytest.raises(ProtocolError, match="stopped reading"):
         for _ in range(100_000):
             scheduler.send(m.Ping(0))
+
+
+def test_what_msgpack_cannot_hold_is_an_error_of_that_message(pair) -> None:
+    """Ids come from clients: a lone surrogate is valid JSON."""
+    scheduler, drafter = pair
+    for message in (m.Close(["\ud800"]), m.Open("r", bytes(4), msgspec.structs.replace(SAMPLING, seed=2**70))):
+        with pytest.raises(UnsendableError):
+            scheduler.send(message)
+    scheduler.send(m.Ping(1))
+    assert drafter.receive(2.0) == m.Ping(1)
 
 
 def test_no_peer_is_an_error_not_a_wait() -> None:
