@@ -216,7 +216,8 @@ class Endurance:
     def _await_drafter(self) -> None:
         def recovered() -> bool:
             self._strike_when_due()
-            return self._struck is None
+            due = [strike for strike in self.strikes if strike.at_request <= self.submitted]
+            return all(strike.recovery_s is not None for strike in due)
 
         self.rig.run_until(recovered, "a drafter", within_s=120)
 

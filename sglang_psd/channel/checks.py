@@ -13,6 +13,9 @@ import numpy as np
 from sglang_psd.channel.arrays import PROB, TOKEN
 from sglang_psd.errors import ProtocolError
 
+# Times are seconds since boot.
+LATEST_S = 1e12
+
 if TYPE_CHECKING:
     from sglang_psd.channel.messages import Open, Proposals
 
@@ -49,6 +52,7 @@ def check_proposals(message: Proposals) -> None:
         and all(0 <= count <= steps for count in message.counts)
         and all(0 <= row < rows for row in message.sampled)
         and all(0 <= row < rows for row in message.unknown)
+        and all(0.0 <= moment < LATEST_S for moment in (message.received_s, message.started_s, message.finished_s))
         # A sampled row without a law would pass for one that was proposed with certainty.
         and (message.top_m > 0 or not message.sampled)
     )

@@ -164,6 +164,9 @@ def test_sampling_that_would_upset_the_drafter_is_refused(change: dict) -> None:
         m.Round(1, [], 100_000),
         msgspec.structs.replace(proposals(), top_m=0, law_ids=b"", law_probs=b""),
         msgspec.structs.replace(proposals(), unknown=[2]),
+        msgspec.structs.replace(proposals(), started_s=float("nan")),
+        msgspec.structs.replace(proposals(), finished_s=1e300),
+        msgspec.structs.replace(proposals(), received_s=-1.0),
     ],
 )
 def test_values_out_of_range_are_refused(message: m.Message) -> None:
