@@ -20,7 +20,7 @@ PATIENCE = 20.0
 SHORTEST_WAIT_S = 1.0
 LONGEST_WAIT_S = 10.0
 # A drafter without a sign of life for this long is not waited for.
-SILENT_AFTER_S = 1.0
+SILENT_AFTER_S = 0.8
 PING_EVERY_S = 2.0
 
 
