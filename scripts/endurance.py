@@ -104,6 +104,8 @@ class Endurance:
     _live: dict[str, tuple[int, int, bool]] = field(default_factory=dict)
     _hit: set[str] = field(default_factory=set)
     pauses: int = 0
+    rounds: int = 0
+    slot_moves: int = 0
     _struck: tuple[Strike, float] | None = None
 
     def run(self) -> None:
@@ -132,7 +134,9 @@ class Endurance:
             self.rig.rows.clear()
         self._await_drafter()
         self.rig.run_until_done()
-        held = self.rig.idle_check(late_allowed=True)
+        stats = self.rig.scheduler.psd_stats
+        self.rounds, self.slot_moves = self.rounds + stats.rounds, self.slot_moves + stats.moves
+        held = self.rig.idle_check(late_allowed=True)  # flushes, which lets the server's figures start anew
         self.rig.forget()
         self._hit.clear()
         window = Window(
@@ -257,7 +261,6 @@ def endure(models: Path, truth: list[list[int]], total: int, kills: int, seed: i
     with Rig(models, "D_mid", 3, "parallel", "overlapped", spares=kills, config=config, **options) as rig:
         run = Endurance(rig, truth, make_prompts(NUM_PROMPTS), total, strikes, rng)
         run.run()
-        report = rig.scheduler.psd_report()
     windows = [asdict(window) for window in run.windows]
     return {
         "requests": run.submitted,
@@ -265,8 +268,8 @@ def endure(models: Path, truth: list[list[int]], total: int, kills: int, seed: i
         "aborted": run.aborted,
         "pauses": run.pauses,
         "retractions": sum(window.retractions for window in run.windows),
-        "slot_moves": report["slot_moves"],
-        "rounds": report["rounds"],
+        "slot_moves": run.slot_moves,
+        "rounds": run.rounds,
         "seconds": round(time.monotonic() - started, 1),
         "seed": seed,
         "strikes": [asdict(strike) for strike in strikes],

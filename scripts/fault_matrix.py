@@ -41,7 +41,7 @@ CONFIG = {"hung_after_s": 5.0, "max_losses": 10_000, "integrity_checks": True}
 
 def percentiles(values: list[float]) -> dict[str, float]:
     """p50, p99 and the largest (nearest rank)."""
-    ordered = sorted(values)
+    ordered = sorted(round(value, 3) for value in values)
     rank = {name: ordered[max(0, math.ceil(share * len(ordered)) - 1)] for name, share in (("p50", 0.5), ("p99", 0.99))}
     return {**rank, "max": ordered[-1]}
 
