@@ -249,13 +249,11 @@ def plan_strikes(total: int, count: int, rng: random.Random) -> list[Strike]:
 
 def endure(models: Path, truth: list[list[int]], total: int, kills: int, seed: int) -> dict[str, Any]:
     """Run it in this process, which must be able to fork; returns what ``main`` writes."""
-    from sglang_psd.scheduler import supervisor
-
-    # A run of minutes with an attack every few seconds would else be served without a drafter for the most part.
-    supervisor.LONGEST_DELAY_S = 1.0
     rng = random.Random(seed)
     strikes = plan_strikes(total, kills, rng)
     config = {"restart": True, "max_losses": kills + 1, "hung_after_s": 2.0, "draft_timeout_s": 1.0}
+    # A run of minutes with an attack every few seconds would else be served without a drafter for the most part.
+    config["max_restart_delay_s"] = 1.0
     options = {"max_total_tokens": POOL_TOKENS, "schedule_conservativeness": 0.05, "log_level": "error"}
     started = time.monotonic()
     with Rig(models, "D_mid", 3, "parallel", "overlapped", spares=kills, config=config, **options) as rig:

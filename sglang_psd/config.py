@@ -70,6 +70,8 @@ class PSDConfig:
         Start a lost drafter again, with back-off.
     max_losses : int
         So many losses within ten minutes, and drafting stays off.
+    max_restart_delay_s : float
+        The wait before each restart doubles from half a second up to this.
     hung_after_s : float
         A drafter that leaves a ping unanswered for this long is killed and counts as lost.
     acceptance_floor : float
@@ -93,6 +95,7 @@ class PSDConfig:
     start_timeout_s: float = 600.0
     restart: bool = True
     max_losses: int = 5
+    max_restart_delay_s: float = 30.0
     hung_after_s: float = 20.0
     acceptance_floor: float = 0.1
     integrity_checks: bool = False
@@ -114,6 +117,7 @@ class PSDConfig:
             _check_minimum("draft_timeout_s", self.draft_timeout_s, 0.001)
         _check_minimum("start_timeout_s", self.start_timeout_s, 1)
         _check_minimum("max_losses", self.max_losses, 1)
+        _check_minimum("max_restart_delay_s", self.max_restart_delay_s, 0.0)
         _check_minimum("hung_after_s", self.hung_after_s, 0.1)
         if not 0.0 <= self.acceptance_floor < 1.0:
             raise PSDConfigError(

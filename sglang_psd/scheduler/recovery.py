@@ -32,7 +32,9 @@ class RecoveryMixin(_Base):
     def _psd_start_recovery(self) -> None:
         """The first drafter is up: look after it from now on."""
         config = self.psd
-        self.psd_supervisor = DrafterSupervisor(self._psd_launch_drafter, config.start_timeout_s, config.max_losses)
+        self.psd_supervisor = DrafterSupervisor(
+            self._psd_launch_drafter, config.start_timeout_s, config.max_losses, config.max_restart_delay_s
+        )
         self.psd_watch = AcceptanceWatch(config.acceptance_floor)
         if self.server_args.enable_metrics:
             self.psd_metrics = DrafterMetrics(self.server_args.served_model_name)

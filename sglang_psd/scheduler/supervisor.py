@@ -18,7 +18,6 @@ from sglang_psd.errors import PSDError
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 0.5
-LONGEST_DELAY_S = 30.0
 # Back-off and the limit look back this far.
 LOSS_WINDOW_S = 600.0
 
@@ -34,6 +33,8 @@ class DrafterSupervisor:
         Longest time from spawn to ready.
     max_losses : int
         This many within ten minutes, and drafting stays off until the server is restarted.
+    longest_delay_s : float
+        Where the doubling of the delay between attempts ends.
     clock : callable
         Seconds, monotonic.
     """
@@ -43,11 +44,13 @@ class DrafterSupervisor:
         spawn: Callable[[], DrafterProcess],
         start_timeout_s: float,
         max_losses: int = 5,
+        longest_delay_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._spawn = spawn
         self._start_timeout_s = start_timeout_s
         self._max_losses = max_losses
+        self._longest_delay_s = longest_delay_s
         self._clock = clock
         self._losses: deque[float] = deque(maxlen=max_losses)
         self._due_s: float | None = None
@@ -73,7 +76,7 @@ class DrafterSupervisor:
             self.give_up(f"the drafter was lost {self._max_losses} times within {LOSS_WINDOW_S:.0f} s")
             return
         recent = sum(1 for loss in self._losses if now - loss < LOSS_WINDOW_S)
-        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (recent - 1))
+        delay_s = min(self._longest_delay_s, FIRST_DELAY_S * 2 ** (recent - 1))
         self._due_s = now + delay_s
         logger.warning("PSD: next attempt to start a drafter in %.1f s.", delay_s)
 

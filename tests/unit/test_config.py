@@ -39,6 +39,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ({"draft_timeout_s": float("inf")}, ["draft_timeout_s"]),
         ({"draft_timeout_s": float("nan")}, ["draft_timeout_s"]),
         ({"start_timeout_s": -1}, ["start_timeout_s"]),
+        ({"max_restart_delay_s": -1}, ["max_restart_delay_s", "at least 0"]),
         ({"max_losses": 0}, ["max_losses", "at least 1"]),
         ({"acceptance_floor": 1.0}, ["acceptance_floor", "between 0 and 1"]),
         ({"acceptance_floor": float("nan")}, ["acceptance_floor"]),

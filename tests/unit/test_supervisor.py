@@ -38,7 +38,7 @@ class World:
         self.now = 100.0
         self.spawned: list[FakeProcess] = []
         self.spawn_error: Exception | None = None
-        self.supervisor = DrafterSupervisor(self.spawn, 60.0, MAX_LOSSES, clock=lambda: self.now)
+        self.supervisor = DrafterSupervisor(self.spawn, 60.0, MAX_LOSSES, 30.0, clock=lambda: self.now)
 
     def spawn(self) -> FakeProcess:
         if self.spawn_error is not None:
@@ -124,3 +124,15 @@ def test_a_spawn_that_fails_is_tried_again() -> None:
     assert world.supervisor.state == "starting"
     world.supervisor.stop()
     assert world.spawned[-1].abandoned and world.supervisor.state == "up"
+
+
+def test_the_delay_ends_where_it_is_told() -> None:
+    world = World()
+    world.supervisor = DrafterSupervisor(world.spawn, 60.0, 100, 2.0, clock=lambda: world.now)
+    for _ in range(10):
+        world.supervisor.lost()
+        world.now += 2.0
+        world.supervisor.tick()
+        assert world.supervisor.state == "starting"
+        world.spawned[-1].messages.append(HELLO)
+        assert world.supervisor.tick() is world.spawned[-1]
