@@ -35,8 +35,8 @@ from sglang_psd.server_process import ServerProcess
 from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, PSD_FLAGS
 
 START_TIMEOUT_S = 600.0
-# Shorter than the default 20 s, so that a matrix takes minutes; more losses than anybody allows in earnest, and the pause
-# before every restart as short as before the first.
+# A hung drafter is given up after less than the default 20 s, so that a matrix takes minutes; more losses than anybody
+# allows in earnest; before every restart a pause as short as before the first.
 CONFIG = {"hung_after_s": 5.0, "max_losses": 10_000, "max_restart_delay_s": 0.5, "integrity_checks": True}
 
 
