@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -39,10 +38,9 @@ def unlink_sockets(drafter: psutil.Process) -> None:
 
 
 def socket_paths(drafter: psutil.Process) -> list[str]:
-    """Files of the drafter's channel, from its command line."""
-    spec = next(part for part in drafter.cmdline() if "pulse_endpoint" in part)
-    folder = Path(spec.split('"endpoint":"ipc://')[1].split('"')[0]).parent
-    return [str(path) for path in folder.iterdir()]
+    """Socket files of the drafter's channel: its scheduler listens on them."""
+    listening = {item.laddr for item in psutil.Process(drafter.ppid()).net_connections(kind="unix")}
+    return sorted(path for path in listening if f"{os.sep}sglang-psd-" in path and os.path.exists(path))
 
 
 STRIKES: dict[str, Callable[[psutil.Process], None]] = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from scripts.faults.starts import STARTS, FailedStart, try_start
+from scripts.faults.strikes import socket_paths
 from sglang_psd.resources import TINY_TARGET
 from sglang_psd.server_process import ServerProcess
 from tests.e2e.conftest import MAX_TOKENS, START_TIMEOUT_S, process_tree
@@ -107,12 +109,13 @@ def test_a_stopped_drafter_is_replaced_and_health_stays_true(launched_url: str, 
 
 
 def test_two_servers_share_nothing(served_url: str, launched_url: str) -> None:
-    """Side by side on one host: two drafters, socket folders of their own."""
-    folders = [
-        next(part for part in drafter_of(url).cmdline() if "pulse_endpoint" in part).split("ipc://")[1].split('"')[0]
-        for url in (served_url, launched_url)
-    ]
-    assert len({os.path.dirname(folder) for folder in folders}) == 2
+    """Side by side on one host: two drafters, socket files of their own, open to this user alone."""
+    paths = [socket_paths(drafter_of(url)) for url in (served_url, launched_url)]
+    assert all(len(found) == 2 for found in paths), paths
+    assert len({os.path.dirname(path) for found in paths for path in found}) == 2
+    for path in paths[0] + paths[1]:
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
 
 
 def test_the_metrics_say_whether_it_drafts(served_url: str) -> None:
