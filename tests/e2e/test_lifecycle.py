@@ -31,6 +31,8 @@ from tests.e2e.test_doors import generate, server_info
 pytestmark = pytest.mark.e2e
 
 GONE_WITHIN_S = 20.0
+# The others are tried by ``scripts/fault_matrix.py``: each costs the start of a server.
+TRIED_STARTS = ("drafter cannot load", "socket file removed while loading")
 
 
 def drafter_of(url: str) -> psutil.Process:
@@ -184,12 +186,12 @@ def failed_starts() -> dict[str, FailedStart]:
         with obstacle() as (flags, port, environment):
             return try_start(flags, port, environment, needle)
 
-    with ThreadPoolExecutor(len(STARTS)) as pool:
-        futures = {name: pool.submit(attempt, *start) for name, start in STARTS.items()}
+    with ThreadPoolExecutor(len(TRIED_STARTS)) as pool:
+        futures = {name: pool.submit(attempt, *STARTS[name]) for name in TRIED_STARTS}
         return {name: future.result() for name, future in futures.items()}
 
 
-@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("name", TRIED_STARTS)
 def test_a_start_that_fails_says_why_and_leaves_nothing(failed_starts: dict[str, FailedStart], name: str) -> None:
     start = failed_starts[name]
     assert start.exit_code != 0, "the launcher did not end, or ended as if all were well"
