@@ -61,16 +61,24 @@ class PSDConfig:
         Fewer running requests than this stay in one slot.
     rebalance_threshold : int
         Slots whose sizes differ by at least this many requests are evened out.
-    draft_timeout_s : float
-        Longest wait for proposals. A round whose proposals are late runs without them.
+    draft_timeout_s : float or None
+        Longest wait for proposals. A round whose proposals are late runs without them. None: 20 times the usual
+        answer, but 1 s at least and 10 s at most.
     start_timeout_s : float
         Longest wait for the drafter to load.
     restart : bool
-        Start a lost drafter again, with back-off; after five losses within ten minutes drafting stays off.
+        Start a lost drafter again, with back-off.
+    max_losses : int
+        So many losses within ten minutes, and drafting stays off.
+    max_restart_delay_s : float
+        The wait before each restart doubles from half a second up to this.
     hung_after_s : float
-        A drafter that has let a round wait in vain and stays silent this long is killed and counts as lost.
+        A drafter that leaves a ping unanswered for this long is killed and counts as lost.
+    acceptance_floor : float
+        Accept rate, as a share of the usual one, below which drafts are broken: requests are handed over again, and if
+        that does not help drafting stays off. 0 switches this off.
     integrity_checks : bool
-        Check slot and drafter accounting on every round (tests, debugging).
+        Check slots, pools and request rows of both sides on every round (tests, debugging).
     """
 
     mode: str = "parallel"
@@ -83,10 +91,13 @@ class PSDConfig:
     loop: str = "overlapped"
     min_parallel_requests: int = 2
     rebalance_threshold: int = 2
-    draft_timeout_s: float = 10.0
+    draft_timeout_s: float | None = None
     start_timeout_s: float = 600.0
     restart: bool = True
+    max_losses: int = 5
+    max_restart_delay_s: float = 30.0
     hung_after_s: float = 20.0
+    acceptance_floor: float = 0.1
     integrity_checks: bool = False
 
     def __post_init__(self) -> None:
@@ -102,9 +113,17 @@ class PSDConfig:
         _check_minimum("proposal_top_m", self.proposal_top_m, 1)
         _check_minimum("min_parallel_requests", self.min_parallel_requests, 2)
         _check_minimum("rebalance_threshold", self.rebalance_threshold, 2)
-        _check_minimum("draft_timeout_s", self.draft_timeout_s, 0.001)
+        if self.draft_timeout_s is not None:
+            _check_minimum("draft_timeout_s", self.draft_timeout_s, 0.001)
         _check_minimum("start_timeout_s", self.start_timeout_s, 1)
+        _check_minimum("max_losses", self.max_losses, 1)
+        _check_minimum("max_restart_delay_s", self.max_restart_delay_s, 0.0)
         _check_minimum("hung_after_s", self.hung_after_s, 0.1)
+        if not 0.0 <= self.acceptance_floor < 1.0:
+            raise PSDConfigError(
+                f"{flag_name('acceptance_floor')} must lie between 0 and 1, got {self.acceptance_floor}; "
+                "0 switches it off."
+            )
         if self.drafter_device is not None:
             check_device_name(self.drafter_device)
         if self.drafter_dtype is not None:

@@ -25,5 +25,13 @@ class ProtocolError(PSDError, RuntimeError):
     """A message on the drafter channel is malformed or of another schema version."""
 
 
+class UnsendableError(ProtocolError):
+    """One message cannot go over the drafter channel; the channel itself is sound."""
+
+
+class EndpointError(PSDError, OSError):
+    """The drafter channel has no address, or one that others could reach."""
+
+
 class PatchError(PSDError, RuntimeError):
     """A hook in the ledger no longer fits the installed SGLang."""

@@ -8,16 +8,16 @@ little-endian bytes; the wire never carries logits, tensors or pickles.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
+from sglang_psd.channel.arrays import PROB, TOKEN, Count
+from sglang_psd.channel.checks import check_open, check_proposals
 from sglang_psd.errors import ProtocolError
 
-SCHEMA_VERSION = 1
-
-TOKEN = np.dtype("<i4")
-PROB = np.dtype("<f4")
+SCHEMA_VERSION = 2
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -47,8 +47,8 @@ class RoundRow(msgspec.Struct, frozen=True, array_like=True):
     """One request of a round: tokens committed since the last one, and the length they lead to."""
 
     rid: str
-    base_len: int
-    new_tokens: list[int]
+    base_len: Count
+    new_tokens: list[Count]
 
 
 class Round(msgspec.Struct, frozen=True, tag="round"):
@@ -56,7 +56,7 @@ class Round(msgspec.Struct, frozen=True, tag="round"):
 
     round_id: int
     rows: list[RoundRow]
-    num_steps: int
+    num_steps: Annotated[int, msgspec.Meta(ge=0, le=256)]
 
 
 class Proposals(msgspec.Struct, frozen=True, tag="proposals"):
@@ -66,7 +66,8 @@ class Proposals(msgspec.Struct, frozen=True, tag="proposals"):
     length has moved on. ``tokens`` is ``[rows, num_steps] int32``; a row without drafts (request unknown,
     context or pool exhausted) has ``counts[i] == 0``. ``sampled`` lists the row numbers that carry a
     law: ``law_ids`` and ``law_probs`` are ``[len(sampled), num_steps, top_m]``, ``int32`` and ``float32``,
-    padded with probability 0. Rows not listed were proposed with certainty (one-hot law).
+    padded with probability 0. Rows not listed were proposed with certainty (one-hot law). ``unknown`` lists rows
+    that the drafter does not hold, or not at this length: they have to be opened again.
     Times are seconds of ``time.monotonic``, one clock for all processes of a host.
     """
 
@@ -74,21 +75,26 @@ class Proposals(msgspec.Struct, frozen=True, tag="proposals"):
     rids: list[str]
     base_lens: list[int]
     counts: list[int]
-    num_steps: int
+    num_steps: Count
     tokens: bytes
     sampled: list[int]
-    top_m: int
+    top_m: Count
     law_ids: bytes
     law_probs: bytes
     received_s: float
     started_s: float
     finished_s: float
+    unknown: list[int] = []
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
     """Requests that ended, were retracted or left: forget them and free their KV."""
 
     rids: list[str]
+
+
+class Reset(msgspec.Struct, frozen=True, tag="reset"):
+    """Forget every request: the two sides disagree on what is open."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -113,7 +119,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """What the drafter holds now; ``free_kv_tokens`` and ``open_requests`` are its accounting."""
+    """What the drafter holds now: its accounting. ``fault`` says what is wrong with it, if anything is."""
 
     ping_id: int
     open_requests: int
@@ -121,6 +127,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     kv_tokens: int
     rounds: int
     drafted_tokens: int
+    fault: str | None = None
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
@@ -134,7 +141,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave."""
 
 
-Message = Open | Round | Proposals | Close | Hello | Ping | Stats | Failure | Shutdown
+Message = Open | Round | Proposals | Close | Reset | Hello | Ping | Stats | Failure | Shutdown
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)
@@ -156,35 +163,33 @@ def decode(data: bytes) -> Message:
     try:
         message = _DECODER.decode(data)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+        _check_version(_version_of(data))
         raise ProtocolError(f"The drafter channel carried a malformed message ({error}).") from None
     if isinstance(message, Proposals):
-        _check_proposals(message)
-    elif isinstance(message, Open) and len(message.tokens) % TOKEN.itemsize:
-        raise ProtocolError("The drafter channel carried a prompt that is not a whole number of tokens.")
-    elif isinstance(message, Hello) and message.schema_version != SCHEMA_VERSION:
-        raise ProtocolError(
-            f"The drafter speaks schema {message.schema_version}, this server {SCHEMA_VERSION}; "
-            "install the same sglang-psd on both sides."
-        )
+        check_proposals(message)
+    elif isinstance(message, Open):
+        check_open(message)
+    elif isinstance(message, Hello):
+        _check_version(message.schema_version)
     return message
 
 
-def _check_proposals(message: Proposals) -> None:
-    rows, steps = len(message.rids), message.num_steps
-    law = len(message.sampled) * steps * message.top_m
-    sound = (
-        steps >= 0
-        and message.top_m >= 0
-        and len(message.base_lens) == rows
-        and len(message.counts) == rows
-        and len(message.tokens) == rows * steps * TOKEN.itemsize
-        and len(message.law_ids) == law * TOKEN.itemsize
-        and len(message.law_probs) == law * PROB.itemsize
-        and all(0 <= count <= steps for count in message.counts)
-        and all(0 <= row < rows for row in message.sampled)
-    )
-    if not sound:
-        raise ProtocolError("The drafter sent proposals whose arrays do not match their header.")
+def _version_of(data: bytes) -> int:
+    """Schema version of a greeting that is no greeting of this schema; ours when it is something else."""
+    try:
+        found = msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return SCHEMA_VERSION
+    version = found.get("schema_version") if isinstance(found, dict) and found.get("type") == "hello" else None
+    return version if isinstance(version, int) else SCHEMA_VERSION
+
+
+def _check_version(version: int) -> None:
+    if version != SCHEMA_VERSION:
+        raise ProtocolError(
+            f"The drafter speaks schema {version}, this server {SCHEMA_VERSION}; "
+            "install the same sglang-psd on both sides."
+        )
 
 
 @dataclass(frozen=True)
@@ -204,6 +209,14 @@ class DraftRow:
     tokens: np.ndarray
     law_ids: np.ndarray | None = None
     law_probs: np.ndarray | None = None
+
+    def first(self, count: int) -> DraftRow:
+        """The chain cut to its first ``count`` tokens (views)."""
+        if count >= len(self.tokens):
+            return self
+        if self.law_ids is None or self.law_probs is None:
+            return DraftRow(self.base_len, self.tokens[:count])
+        return DraftRow(self.base_len, self.tokens[:count], self.law_ids[:count], self.law_probs[:count])
 
 
 def unpack_rows(message: Proposals) -> dict[str, DraftRow]:

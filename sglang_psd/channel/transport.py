@@ -1,17 +1,16 @@
-"""A pair of ZMQ sockets over a private IPC path."""
+"""A pair of ZMQ sockets; bounded on both sides, so that it can fill but not grow."""
 
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
-import tempfile
 import time
+from collections.abc import Callable
 
 import zmq
 
+from sglang_psd.channel.endpoints import CurveKeys, check_endpoint
 from sglang_psd.channel.messages import Message, decode, encode
-from sglang_psd.errors import ProtocolError
+from sglang_psd.errors import ProtocolError, UnsendableError
 
 # Rounds in flight are few; a queue this long only fills when the peer is stuck.
 QUEUE_MESSAGES = 4096
@@ -27,18 +26,30 @@ class Channel:
         ZMQ address, e.g. ``ipc:///…``.
     bind : bool
         The scheduler binds, the drafter connects.
+    keys : CurveKeys, optional
+        Needed for every address but ``ipc://`` and loopback.
+
+    Raises
+    ------
+    EndpointError
+        Others could reach the address, and no key protects it.
     """
 
-    def __init__(self, endpoint: str, *, bind: bool):
+    def __init__(self, endpoint: str, *, bind: bool, keys: CurveKeys | None = None):
+        check_endpoint(endpoint, keys)
         self.endpoint = endpoint
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+        # A longer message ends the connection: the peer is none of ours.
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        if keys is not None:
+            keys.apply(self._socket, bind=bind)
         if bind:
             self._socket.bind(endpoint)
+            make_private(endpoint)
         else:
             self._socket.connect(endpoint)
 
@@ -49,11 +60,25 @@ class Channel:
         ------
         ProtocolError
             The queue is full: the peer has stopped reading.
+        UnsendableError
+            It is too long, or holds what msgpack has no form for.
         """
         try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
+            self._socket.send(_encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            raise ProtocolError("The drafter channel is full: the drafter has stopped reading.") from None
+            raise ProtocolError("The drafter channel is full: the other side has stopped reading.") from None
+
+    def send_patiently(self, message: Message, slice_s: float, worth_waiting: Callable[[], bool]) -> bool:
+        """As ``send``, but wait for room in the queue for as long as ``worth_waiting()``; False when it gave up."""
+        data = _encode(message)
+        while True:
+            try:
+                self._socket.send(data, zmq.NOBLOCK)
+                return True
+            except zmq.Again:
+                if not worth_waiting():
+                    return False
+                self._socket.poll(max(1, int(slice_s * 1e3)), zmq.POLLOUT)
 
     def receive(self, timeout_s: float) -> Message | None:
         """Next message, or None when none came within ``timeout_s`` seconds."""
@@ -65,7 +90,7 @@ class Channel:
             return None
         return decode(self._socket.recv(zmq.NOBLOCK))
 
-    def receive_within(self, timeout_s: float, slice_s: float, alive) -> Message | None:
+    def receive_within(self, timeout_s: float, slice_s: float, alive: Callable[[], bool]) -> Message | None:
         """As ``receive``, but give up early once ``alive()`` turns false (checked every ``slice_s``)."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -79,13 +104,20 @@ class Channel:
         self._context.destroy(linger=0)
 
 
-class PrivateEndpoint:
-    """A random IPC path in a folder that only this user can enter; removed by ``cleanup``."""
+def make_private(endpoint: str) -> None:
+    """Let only this user open the socket file of an ``ipc://`` address."""
+    kind, _, path = endpoint.partition("://")
+    if kind == "ipc":
+        os.chmod(path, 0o600)
 
-    def __init__(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="sglang-psd-")  # created with mode 0700
-        self.address = "ipc://" + os.path.join(self.folder, secrets.token_hex(8))
 
-    def cleanup(self) -> None:
-        """Remove the folder and the socket file in it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+def _encode(message: Message) -> bytes:
+    try:
+        data = encode(message)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise UnsendableError(f"A message cannot go over the drafter channel ({error}).") from None
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise UnsendableError(
+            f"A message of {len(data)} bytes is too long for the drafter channel ({MAX_MESSAGE_BYTES} at most)."
+        )
+    return data

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -19,6 +20,7 @@ from sglang_psd.drafter.columns import SAMPLED, Kinds, kind_of
 from sglang_psd.drafter.model import DraftModel
 from sglang_psd.drafter.rows import DraftState
 from sglang_psd.drafter.spec import DrafterSpec
+from sglang_psd.errors import ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ class DraftEngine:
         """Take over a request; a known id is replaced. Its KV is built when there is time."""
         self.close(Close([message.rid]))
         tokens = np.frombuffer(message.tokens, TOKEN).tolist()
+        if max(tokens) >= self._model.vocab_size:
+            raise ProtocolError(f"The prompt of {message.rid} holds a token that the draft model does not have.")
         self._states[message.rid] = DraftState(message.rid, message.sampling, tokens)
 
     def close(self, message: Close) -> None:
@@ -61,10 +65,15 @@ class DraftEngine:
             if state is not None:
                 self._model.release(state)
 
+    def reset(self) -> None:
+        """Forget every request."""
+        self.close(Close(list(self._states)))
+
     def commit(self, row: RoundRow) -> DraftState | None:
         """Take over a row's new tokens; a request that is out of step is forgotten. None: unknown from now on."""
         state = self._states.get(row.rid)
-        if state is not None and not state.commit(row.new_tokens, row.base_len):
+        sound = max(row.new_tokens, default=0) < self._model.vocab_size
+        if state is not None and not (sound and state.commit(row.new_tokens, row.base_len)):
             self.close(Close([row.rid]))
             return None
         return state
@@ -91,12 +100,19 @@ class DraftEngine:
         affected.
         """
         started = time.monotonic()
-        committed = [state for state in map(self.commit, rows) if state is not None]
-        ready = self._caught_up([state for state in committed if self._usable(state, num_steps)])
+        num_steps = min(num_steps, self.spec.num_steps)
+        known = {row.rid: state for row in rows if (state := self.commit(row)) is not None}
+        # A second row of one name may have taken the first one's request out of step: it is gone then.
+        known = {rid: state for rid, state in known.items() if self._states.get(rid) is state}
+        ready = self._caught_up([state for state in known.values() if self._usable(state, num_steps)])
         granted = self._model.reserve_all(ready, [len(state.tokens) + num_steps - 1 for state in ready])
         ready = [state for state, has_room in zip(ready, granted) if has_room]
         drafts = _to_host(*self._model.draft_chain(ready, num_steps), len(ready)) if ready and num_steps else None
-        return self._pack(round_id, rows, ready, drafts, num_steps, received_s, started)
+        answer = self._pack(round_id, rows, ready, drafts, num_steps, received_s, started)
+        unknown = [i for i, row in enumerate(rows) if row.rid not in known]
+        if self.spec.integrity_checks and (fault := self.fault()) is not None:
+            raise RuntimeError(f"after round {round_id}: {fault}")
+        return msgspec.structs.replace(answer, unknown=unknown) if unknown else answer
 
     def _usable(self, state: DraftState, num_steps: int) -> bool:
         return len(state.tokens) + num_steps <= self._model.context_len
@@ -200,7 +216,12 @@ class DraftEngine:
             kv_tokens=self._model.kv_tokens,
             rounds=self._rounds,
             drafted_tokens=self._drafted_tokens,
+            fault=self.fault(),
         )
+
+    def fault(self) -> str | None:
+        """What is wrong with the pools; None when every slot and row is free or held once, by an open request."""
+        return self._model.fault(list(self._states.values()))
 
 
 @dataclass

@@ -40,6 +40,7 @@ class DraftModel:
         self._spec = spec
         self._runner = worker.model_runner
         self._table, self._allocator = worker.get_memory_pool()
+        self._num_rows = spec.max_requests
         self._free_rows = list(range(spec.max_requests, 0, -1))  # row 0 is the pool's padding row
         self.device: str = self._runner.device
         self._generator = torch.Generator(device=self.device).manual_seed(spec.random_seed)
@@ -99,6 +100,19 @@ class DraftModel:
             self._free_rows.append(state.pool_row)
         state.pool_row, state.num_slots = -1, 0
         state.fed.clear()
+
+    def fault(self, states: list[DraftState]) -> str | None:
+        """What is wrong when ``states`` are all that hold rows and slots; None when nothing is."""
+        held, free = sum(state.num_slots for state in states), self.free_kv_tokens
+        if held + free != self.kv_tokens:
+            return f"{held} KV tokens are held and {free} are free, of {self.kv_tokens}"
+        rows = [state.pool_row for state in states if state.pool_row >= 0]
+        if sorted([*rows, *self._free_rows]) != list(range(1, self._num_rows + 1)):
+            return f"{len(rows)} request rows are held and {len(self._free_rows)} are free, of {self._num_rows}"
+        for state in states:
+            if not len(state.fed) <= state.num_slots or (state.num_slots and state.pool_row < 0):
+                return f"{state.rid} has {len(state.fed)} tokens in {state.num_slots} slots of row {state.pool_row}"
+        return None
 
     # --- forwards -------------------------------------------------------------------------------
 

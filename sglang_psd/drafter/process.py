@@ -12,8 +12,10 @@ import time
 
 import msgspec
 
-from sglang_psd.channel.messages import Failure, Hello, Message, Shutdown
-from sglang_psd.channel.transport import Channel, PrivateEndpoint
+from sglang_psd.channel.endpoints import PrivateEndpoint
+from sglang_psd.channel.messages import SCHEMA_VERSION, Failure, Hello, Message, Shutdown
+from sglang_psd.channel.pulse import PulseReader
+from sglang_psd.channel.transport import Channel
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.errors import DrafterStartError, ProtocolError
 
@@ -29,23 +31,41 @@ class DrafterProcess:
     Parameters
     ----------
     spec : DrafterSpec
-        Its ``endpoint`` is filled in here.
+        Its endpoints are filled in here.
     visible_device : str or None
         Value of ``CUDA_VISIBLE_DEVICES`` for the child; None leaves the environment alone.
     """
 
     def __init__(self, spec: DrafterSpec, visible_device: str | None):
         self._endpoint = PrivateEndpoint()
-        self.spec = msgspec.structs.replace(spec, endpoint=self._endpoint.address)
+        self.spec = msgspec.structs.replace(
+            spec,
+            endpoint=self._endpoint.address,
+            pulse_endpoint=self._endpoint.pulse_address,
+            schema_version=SCHEMA_VERSION,
+        )
+        self.hello: Hello | None = None
+        self._released = False
+        self._process = self._spawn(visible_device)
+        self._open_sockets()
+        atexit.register(self.stop)
+
+    def _open_sockets(self) -> None:
+        """The child connects whenever they are there."""
         self.channel = Channel(self._endpoint.address, bind=True)
+        self.pulse = PulseReader(self._endpoint.pulse_address)
+
+    def _spawn(self, visible_device: str | None) -> subprocess.Popen:
         environment = dict(os.environ)
         if visible_device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = visible_device
         command = [sys.executable, "-m", "sglang_psd.drafter", msgspec.json.encode(self.spec).decode()]
-        # A fresh interpreter: neither a fork after CUDA and gloo started, nor a re-import of the user's __main__.
-        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-        self.hello: Hello | None = None
-        atexit.register(self.stop)
+        try:
+            # A fresh interpreter: neither a fork after CUDA and gloo started, nor a re-import of the user's __main__.
+            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        except OSError:
+            self._endpoint.cleanup()
+            raise
 
     @property
     def pid(self) -> int:
@@ -55,6 +75,10 @@ class DrafterProcess:
     def alive(self) -> bool:
         """Whether the process still runs."""
         return self._process.poll() is None
+
+    def can_answer(self) -> bool:
+        """Whether there is any sense in waiting for its greeting."""
+        return self.alive() and self._endpoint.exists()
 
     def join(self, timeout_s: float) -> Hello:
         """Wait until the drafter is ready.
@@ -68,20 +92,25 @@ class DrafterProcess:
             return self.hello
         message: Message | None
         try:
-            message = self.channel.receive_within(timeout_s, ALIVE_SLICE_S, self.alive)
+            message = self.channel.receive_within(timeout_s, ALIVE_SLICE_S, self.can_answer)
         except ProtocolError as error:
             self.stop()
             raise DrafterStartError(str(error)) from None
         if isinstance(message, Hello):
             self.hello = message
             return message
-        alive, code = self.alive(), self._process.poll()
+        alive, code, reachable = self.alive(), self._process.poll(), self._endpoint.exists()
         self.stop()
         where = f"The drafter ({self.spec.model_path} on {self.spec.device_label})"
         if isinstance(message, Failure):
             raise DrafterStartError(f"{where} could not start: {message.message}")
         if not alive:
             raise DrafterStartError(f"{where} died while loading (exit code {code}); its log above says why.")
+        if not reachable:
+            raise DrafterStartError(
+                f"{where} can no longer connect: its socket file {self._endpoint.path} was removed; "
+                "let TMPDIR name a folder that nobody cleans up."
+            )
         raise DrafterStartError(
             f"{where} was not ready within {timeout_s:.0f} s; raise 'start_timeout_s' in --psd-config."
         )
@@ -91,13 +120,12 @@ class DrafterProcess:
         atexit.unregister(self.stop)
         if self.alive():
             self._process.kill()
-        self.channel.close()
-        self._endpoint.cleanup()
+        self._release()
 
     def stop(self) -> None:
         """End the process: ask, then terminate, then kill. Safe to call again."""
         atexit.unregister(self.stop)
-        if self.alive():
+        if self.alive() and not self._released:
             try:
                 self.channel.send(Shutdown())
                 _wait(self._process, EXIT_GRACE_S)
@@ -107,7 +135,12 @@ class DrafterProcess:
             if self.alive():
                 self._process.send_signal(sig)
                 _wait(self._process, EXIT_GRACE_S)
+        self._release()
+
+    def _release(self) -> None:
+        self._released = True
         self.channel.close()
+        self.pulse.close()
         self._endpoint.cleanup()
 
 

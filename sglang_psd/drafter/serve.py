@@ -12,7 +12,18 @@ from collections import deque
 
 import msgspec
 
-from sglang_psd.channel.messages import Close, Failure, Message, Open, Ping, Round, Shutdown
+from sglang_psd.channel.messages import (
+    SCHEMA_VERSION,
+    Close,
+    Failure,
+    Message,
+    Open,
+    Ping,
+    Reset,
+    Round,
+    Shutdown,
+)
+from sglang_psd.channel.pulse import PulseSender
 from sglang_psd.channel.transport import Channel
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.errors import ProtocolError
@@ -20,6 +31,8 @@ from sglang_psd.errors import ProtocolError
 logger = logging.getLogger(__name__)
 
 PARENT_CHECK_S = 1.0
+# Messages read ahead of the one being served; more stay in the queue, whose sender notices when it is full.
+INBOX_MESSAGES = 4096
 _PR_SET_PDEATHSIG = 1
 
 
@@ -43,7 +56,7 @@ class DrafterLoop:
 
     def run(self) -> None:
         """Serve until told to leave."""
-        while os.getppid() == self._parent_pid:
+        while self._has_parent():
             self._drain(PARENT_CHECK_S)
             while self._inbox:
                 received_s, message = self._inbox.popleft()
@@ -54,13 +67,23 @@ class DrafterLoop:
             while not self._inbox and self._engine.prefill_some():
                 self._drain(0.0)
 
+    def _has_parent(self) -> bool:
+        return os.getppid() == self._parent_pid
+
+    def _send(self, message: Message) -> None:
+        """Wait for a scheduler that does not read at the moment; without one, nobody misses the message."""
+        self._channel.send_patiently(message, PARENT_CHECK_S, self._has_parent)
+
+    def _refuse(self, error: ProtocolError) -> None:
+        logger.warning("%s", error)
+        self._send(Failure(str(error), fatal=False))
+
     def _drain(self, timeout_s: float) -> None:
-        while True:
+        while len(self._inbox) < INBOX_MESSAGES:
             try:
                 message = self._channel.receive(timeout_s)
             except ProtocolError as error:
-                logger.warning("%s", error)
-                self._channel.send(Failure(str(error), fatal=False))
+                self._refuse(error)
                 continue
             if message is None:
                 return
@@ -69,13 +92,18 @@ class DrafterLoop:
 
     def _handle(self, message: Message, received_s: float) -> None:
         if isinstance(message, Open):
-            self._engine.open(message)
+            try:
+                self._engine.open(message)
+            except ProtocolError as error:
+                self._refuse(error)
         elif isinstance(message, Close):
             self._engine.close(message)
         elif isinstance(message, Round):
             self._draft(message, received_s)
+        elif isinstance(message, Reset):
+            self._engine.reset()
         elif isinstance(message, Ping):
-            self._channel.send(self._engine.stats(message.ping_id))
+            self._send(self._engine.stats(message.ping_id))
 
     def _draft(self, message: Round, received_s: float) -> None:
         """Answer rows that only need decode steps first; rows whose prompt is still to be read come after.
@@ -93,7 +121,7 @@ class DrafterLoop:
         cold = [row for row in rows if self._engine.backlog(row.rid)]
         for group in (warm, cold):
             if group:
-                self._channel.send(self._engine.draft(message.round_id, group, message.num_steps, received_s))
+                self._send(self._engine.draft(message.round_id, group, message.num_steps, received_s))
 
 
 def bind_life_to_parent(parent_pid: int) -> None:
@@ -107,6 +135,12 @@ def bind_life_to_parent(parent_pid: int) -> None:
     if os.getppid() != parent_pid:  # it died while this interpreter was starting
         os._exit(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _last_words(channel: Channel, error: BaseException) -> None:
+    """Say why this process ends, if anybody listens."""
+    if channel.send_patiently(Failure(f"{type(error).__name__}: {error}", fatal=True), 0.1, lambda: False):
+        time.sleep(0.5)  # let the message leave before the socket goes
 
 
 def main(argv: list[str]) -> int:
@@ -123,14 +157,19 @@ def main(argv: list[str]) -> int:
     except ImportError:
         pass
     channel = Channel(spec.endpoint, bind=False)
+    PulseSender(spec.pulse_endpoint)
     try:
+        if spec.schema_version != SCHEMA_VERSION:
+            raise ProtocolError(
+                f"this drafter speaks schema {SCHEMA_VERSION}, its server {spec.schema_version}; "
+                "install the same sglang-psd on both sides."
+            )
         from sglang_psd.drafter.engine import DraftEngine
 
         engine = DraftEngine(spec)
     except BaseException as error:
         logger.exception("The drafter could not start.")
-        channel.send(Failure(f"{type(error).__name__}: {error}", fatal=True))
-        time.sleep(1.0)  # let the message leave before the socket goes
+        _last_words(channel, error)
         return 1
     hello = engine.hello(os.getpid())
     channel.send(hello)
@@ -146,8 +185,7 @@ def main(argv: list[str]) -> int:
         DrafterLoop(engine, channel, spec.parent_pid).run()
     except Exception as error:
         logger.exception("The drafter failed.")
-        channel.send(Failure(f"{type(error).__name__}: {error}", fatal=True))
-        time.sleep(0.2)
+        _last_words(channel, error)
         return 1
     finally:
         channel.close()

@@ -10,8 +10,10 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes
     ----------
-    endpoint : str
-        ZMQ address to connect to.
+    endpoint, pulse_endpoint : str
+        ZMQ addresses to connect to: for messages, and for the sign of life.
+    schema_version : int
+        Of the scheduler's messages.
     parent_pid : int
         The scheduler; the drafter does not outlive it.
     model_path, revision, load_format, quantization, trust_remote_code
@@ -36,6 +38,8 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Upper bound of the KV pool.
     cuda_graphs, deterministic : bool
         As the target's.
+    integrity_checks : bool
+        Check the pools after every round.
     log_level : str
     """
 
@@ -60,4 +64,7 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_tokens: int | None = None
     cuda_graphs: bool = True
     deterministic: bool = False
+    integrity_checks: bool = False
+    pulse_endpoint: str = ""
+    schema_version: int = 0
     log_level: str = "info"

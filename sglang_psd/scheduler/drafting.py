@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.utils import broadcast_pyobj
 
+from sglang_psd.scheduler.answers import DraftAnswer, Taken
 from sglang_psd.scheduler.commits import (
     commit_row,
     may_end_with,
@@ -17,8 +18,9 @@ from sglang_psd.scheduler.commits import (
     settled_len,
     wire_sampling,
 )
-from sglang_psd.scheduler.drafts import DraftAnswer, DraftClient, Taken
+from sglang_psd.scheduler.drafts import DraftClient
 from sglang_psd.scheduler.slot import InFlight
+from sglang_psd.scheduler.vitals import Vitals
 from sglang_psd.target.requests import default_seed, needs_plain_step
 
 if TYPE_CHECKING:
@@ -41,22 +43,10 @@ class DraftingMixin(_Base):
         self.psd_process = process
         self.psd_drafter_context = process.hello.context_len
         steps = self.server_args.speculative_num_steps
-        self.psd_client = DraftClient(process, steps, self.psd.draft_timeout_s, self._psd_on_answer)
-
-    def _psd_supervise(self) -> None:
-        """Notice a lost drafter, and take on its successor; requests are opened there as they come by."""
-        client, supervisor = self.psd_client, self.psd_supervisor
-        if client is None or supervisor is None or self.psd_process is None:
-            return
-        client.check_alive(self.psd.hung_after_s)
-        if not self.psd.restart:
-            return
-        if supervisor.state == "up" and not client.usable:
-            self.psd_process.abandon()
-            supervisor.lost()
-        successor = supervisor.tick()
-        if successor is not None:
-            self._psd_adopt(successor)
+        vitals = Vitals(
+            self.psd.draft_timeout_s, self.psd.hung_after_s, self.psd.start_timeout_s, process.pulse.silence_s
+        )
+        self.psd_client = DraftClient(process, steps, process.spec.vocab_limit, vitals, self._psd_on_answer)
 
     def _psd_open(self, reqs: list[Req]) -> None:
         """Hand requests to the drafter: at admission, so that it reads the prompt while the target does.

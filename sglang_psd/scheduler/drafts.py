@@ -9,18 +9,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_psd.channel.checks import check_open
 from sglang_psd.channel.messages import (
     TOKEN,
     Close,
     DraftRow,
     Failure,
+    Message,
     Open,
     Ping,
     Proposals,
+    Reset,
     Round,
     RoundRow,
     Sampling,
@@ -29,38 +31,15 @@ from sglang_psd.channel.messages import (
 )
 from sglang_psd.drafter.process import ALIVE_SLICE_S, DrafterProcess
 from sglang_psd.errors import ProtocolError
+from sglang_psd.scheduler.answers import DraftAnswer, Taken, without_twins
+from sglang_psd.scheduler.link import DrafterLink
+from sglang_psd.scheduler.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
 KEPT_ROUNDS = 1024
 # Step of a wait that also watches the target: a fraction of a handoff's budget.
 WATCH_SLICE_S = 50e-6
-
-
-@dataclass(frozen=True)
-class DraftAnswer:
-    """Timing of one ``Proposals`` message (seconds, one clock)."""
-
-    round_id: int
-    rids: list[str]
-    sent_s: float
-    received_s: float
-    started_s: float
-    finished_s: float
-
-
-@dataclass
-class Taken:
-    """Drafts for one verify.
-
-    ``rows[i]`` is None where there are none; ``late`` counts rows that were asked for and did not come in time.
-    """
-
-    rows: list[DraftRow | None]
-    late: int = 0
-    wait_s: float = 0.0
-    draft_start_s: float | None = None
-    draft_end_s: float | None = None
 
 
 class DraftClient:
@@ -70,10 +49,10 @@ class DraftClient:
     ----------
     process : DrafterProcess
         Joined or joining; only its ``channel`` and ``alive`` are used.
-    num_steps : int
-        Drafts per request and round.
-    timeout_s : float
-        Longest wait of one ``take``.
+    num_steps, vocab_limit : int
+        Drafts per request and round; token ids from here on are never proposed.
+    vitals : Vitals
+        Decides how long to wait and when the drafter is lost.
     on_answer : callable
         Called with each ``DraftAnswer``.
     """
@@ -82,28 +61,39 @@ class DraftClient:
         self,
         process: DrafterProcess,
         num_steps: int,
-        timeout_s: float,
+        vocab_limit: int,
+        vitals: Vitals,
         on_answer: Callable[[DraftAnswer], None],
     ):
-        self._process = process
-        self._channel = process.channel
+        self._link = DrafterLink(process, num_steps, vocab_limit)
         self._num_steps = num_steps
-        self._timeout_s = timeout_s
+        self._vocab_limit = vocab_limit
+        self._vitals = vitals
         self._on_answer = on_answer
         self._open: set[str] = set()
         self._asked: dict[str, int] = {}  # rid -> base_len of the proposals on their way
         self._arrived: dict[str, tuple[DraftRow, DraftAnswer]] = {}
         self._sent_s: dict[int, float] = {}
         self._next_round = 0
-        self._stats: Stats | None = None
-        self._stalled = False
-        self._stalled_since_s = 0.0
-        self.failure: str | None = None
+        self.stats: Stats | None = None
+        self._audit: tuple[int, int] | None = None  # number of the open ping, requests open when it was sent
+        self.resyncs = 0
+        self.reopened = 0
+
+    @property
+    def failure(self) -> str | None:
+        """Why the drafter is lost; None while it is not."""
+        return self._link.failure
 
     @property
     def usable(self) -> bool:
-        """Whether the drafter can be expected to answer."""
-        return self.failure is None
+        """Whether the drafter is there at all."""
+        return self._link.failure is None
+
+    @property
+    def drafting(self) -> bool:
+        """Whether rounds can expect drafts now."""
+        return self.usable and not self._vitals.late and not self._vitals.silent
 
     @property
     def open_requests(self) -> int:
@@ -114,16 +104,29 @@ class DraftClient:
         """Whether the drafter knows the request."""
         return rid in self._open
 
+    # --- requests -------------------------------------------------------------------------------
+
     def open(self, rid: str, token_ids: Sequence[int], sampling: Sampling) -> None:
-        """Hand a request over; an open one is replaced."""
+        """Hand a request over; an open one is replaced. One that the drafter would refuse stays here."""
         self._forget(rid)
-        if self._send(Open(rid, np.asarray(token_ids, TOKEN).tobytes(), sampling)):
+        tokens = np.asarray(token_ids)
+        if int(tokens.max()) >= self._vocab_limit:
+            return
+        message = Open(rid, tokens.astype(TOKEN).tobytes(), sampling)
+        try:
+            check_open(message)
+        except ProtocolError:
+            return
+        if self._send(message):
             self._open.add(rid)
 
     def commit(self, rows: Sequence[RoundRow]) -> float:
         """Report committed tokens and ask for the next drafts. Returns when it was sent (seconds)."""
         now = time.monotonic()
-        rows = [row for row in rows if row.rid in self._open]
+        foreign = [row.rid for row in rows if max(row.new_tokens, default=0) >= self._vocab_limit]
+        self.close(foreign)
+        rows, twins = without_twins([row for row in rows if row.rid in self._open])
+        self.close(twins)
         if not rows:
             return now
         round_id = self._next_round
@@ -148,6 +151,11 @@ class DraftClient:
         """Let the drafter forget everything: the server is idle."""
         self.close(list(self._open))
 
+    def reset(self) -> None:
+        """Start over: every request is opened again, with all its tokens, when it comes by."""
+        self._clear()
+        self._send(Reset())
+
     def take(self, wanted: Sequence[tuple[str, int, int] | None], watch: Callable[[], bool] | None = None) -> Taken:
         """Collect drafts for one verify, waiting for those that are on their way.
 
@@ -158,100 +166,115 @@ class DraftClient:
         watch : callable, optional
             Called while waiting; returns whether there is something to watch for. The wait is then made of short steps.
         """
-        started, was_stalled = time.monotonic(), self._stalled
+        started = time.monotonic()
         expected = {item[0] for item in wanted if item is not None and self._asked.get(item[0]) == item[1]}
-        # A drafter that let one round wait for nothing does not get to do it again before it has answered.
-        self._wait_for(expected, started + (0.0 if self._stalled else self._timeout_s), watch)
+        if expected:
+            self._wait_for(expected, started + self._vitals.patience_s, watch)
         taken = Taken(rows=[None] * len(wanted), wait_s=time.monotonic() - started)
         for i, item in enumerate(wanted):
             if item is not None and item[0] in expected:
                 self._pick(taken, i, *item)
-        if taken.late and self.usable and not was_stalled:
-            self._stalled, self._stalled_since_s = True, time.monotonic()
+        if taken.late and self.usable and self._vitals.waited_in_vain():
             logger.warning(
-                "PSD: the drafter did not answer within %.1f s; rounds run without drafts until it does.",
-                self._timeout_s,
+                "PSD: the drafter did not answer within %.1f s; rounds run without drafts until it does.", taken.wait_s
             )
         return taken
 
     def _pick(self, taken: Taken, index: int, rid: str, base_len: int, limit: int) -> None:
-        self._asked.pop(rid, None)
+        asked = self._asked.pop(rid, None)
         found = self._arrived.pop(rid, None)
         if found is None:
-            taken.late += 1
+            taken.late += asked is not None
             return
         row, answer = found
         if row.base_len != base_len or not len(row.tokens) or limit < 1:
             return
-        if limit < len(row.tokens):
-            law = row.law_ids is not None and row.law_probs is not None
-            row = DraftRow(
-                base_len,
-                row.tokens[:limit],
-                row.law_ids[:limit] if law else None,  # type: ignore[index]
-                row.law_probs[:limit] if law else None,  # type: ignore[index]
-            )
-        taken.rows[index] = row
-        start, end = taken.draft_start_s, taken.draft_end_s
-        taken.draft_start_s = answer.started_s if start is None else min(start, answer.started_s)
-        taken.draft_end_s = answer.finished_s if end is None else max(end, answer.finished_s)
+        taken.add(index, row.first(limit), answer)
 
     def poll(self) -> None:
         """Read what has arrived without waiting."""
         self._wait_for(set(), 0.0)
 
-    def ping(self, timeout_s: float = 5.0) -> Stats | None:
-        """Ask the drafter for its accounting; None when it does not answer in time."""
-        self._stats = None
-        deadline = time.monotonic() + timeout_s
-        if not self._send(Ping(self._next_round)):
-            return None
-        while self._stats is None and self.usable and time.monotonic() < deadline:
-            self._receive_one(ALIVE_SLICE_S)
-        return self._stats
-
-    # --- inside ---------------------------------------------------------------------------------
-
     def _wait_for(self, rids: set[str], deadline: float, watch: Callable[[], bool] | None = None) -> None:
         while self.usable and self._receive_one(0.0):
             pass
-        while self.usable and not rids <= self._arrived.keys():
+        while self.usable and any(rid in self._asked and rid not in self._arrived for rid in rids):
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 or self._vitals.silent:
                 return
             if watch is not None and watch():
                 if not self._receive_one(0.0):
                     time.sleep(WATCH_SLICE_S)
-            elif not self._receive_one(min(left, ALIVE_SLICE_S)) and not self._process.alive():
+            elif not self._receive_one(min(left, ALIVE_SLICE_S)) and not self._link.alive():
                 self._fail("its process has ended")
 
+    def tend(self) -> None:
+        """Once a turn: read what has come, notice a drafter that died or hangs, and compare notes now and then."""
+        if not self.usable:
+            return
+        self.poll()
+        reason = self._vitals.verdict()
+        if not self._link.alive():
+            reason = "its process has ended"
+        if reason is not None and self.usable:
+            self._fail(reason)
+        elif self._vitals.ping_due():
+            self.ping()
+
+    def give_up(self, reason: str) -> None:
+        """Stop drafting: whoever calls this knows why."""
+        if self.usable:
+            self._fail(reason)
+
+    def ping(self) -> None:
+        """Ask for the drafter's accounting; the answer ends up in ``stats``."""
+        number = self._vitals.pinged()
+        self._audit = (number, len(self._open))
+        self._send(Ping(number))
+
+    def _compare(self, stats: Stats) -> None:
+        """Messages keep their order: at a ping both sides hold the same requests, or a message was lost."""
+        self.stats = stats
+        self._vitals.ponged(stats.ping_id)
+        if stats.fault is not None:
+            self._fail(f"its accounting is broken: {stats.fault}")
+        elif self._audit is not None and self._audit[0] == stats.ping_id and self._audit[1] != stats.open_requests:
+            logger.warning(
+                "PSD: the drafter holds %d requests instead of %d; all are handed to it again.",
+                stats.open_requests,
+                self._audit[1],
+            )
+            self.resyncs += 1
+            self.reset()
+
     def _receive_one(self, timeout_s: float) -> bool:
-        try:
-            message = self._channel.receive(timeout_s)
-        except ProtocolError as error:
-            logger.warning("PSD: %s", error)
-            return True
-        if message is None:
-            return False
+        message = self._link.receive(timeout_s)
         if isinstance(message, Proposals):
             self._accept(message)
         elif isinstance(message, Stats):
-            self._stats = message
+            self._compare(message)
         elif isinstance(message, Failure):
             if message.fatal:
                 self._fail(message.message)
             else:
                 logger.warning("PSD: the drafter reports: %s", message.message)
-        return True
+        return message is not None
 
     def _accept(self, message: Proposals) -> None:
         received_s = time.monotonic()
         sent_s = self._sent_s.get(message.round_id, message.received_s)
         answer = DraftAnswer(message.round_id, message.rids, sent_s, received_s, message.started_s, message.finished_s)
+        useful = False
         for rid, row in unpack_rows(message).items():
             if self._asked.get(rid) == row.base_len:
-                # Only an answer that is of use ends a stall: a drafter may be working through what it missed.
-                self._arrived[rid], self._stalled = (row, answer), False
+                self._arrived[rid], useful = (row, answer), True
+        for index in message.unknown:
+            rid = message.rids[index]
+            if self._asked.get(rid) == message.base_lens[index] and rid in self._open:
+                # No longer open: ``DraftingMixin._psd_open`` hands it over again, with all its tokens.
+                self._open.discard(rid)
+                self.reopened += 1
+        self._vitals.answered(received_s - sent_s, useful)
         self._on_answer(answer)
 
     def _forget(self, rid: str) -> None:
@@ -259,29 +282,18 @@ class DraftClient:
         self._asked.pop(rid, None)
         self._arrived.pop(rid, None)
 
-    def _send(self, message) -> bool:
-        if not self.usable:
-            return False
-        try:
-            self._channel.send(message)
-        except ProtocolError as error:
-            self._fail(str(error))
-            return False
-        return True
-
-    def check_alive(self, hung_after_s: float = float("inf")) -> None:
-        """Notice a drafter that died while nothing was asked of it, or that has not answered for too long."""
-        if not self.usable:
-            return
-        if not self._process.alive():
-            self._fail("its process has ended")
-        elif self._stalled and time.monotonic() - self._stalled_since_s > hung_after_s:
-            self._fail(f"it has not answered for {hung_after_s:.0f} s")
-
-    def _fail(self, reason: str) -> None:
-        """The drafter is lost: every request goes on without drafts."""
-        self.failure = reason
+    def _clear(self) -> None:
         self._open.clear()
         self._asked.clear()
         self._arrived.clear()
-        logger.error("PSD: the drafter is lost (%s); serving goes on without drafts.", reason)
+
+    def _send(self, message: Message) -> bool:
+        sent = self._link.send(message)
+        if not self.usable:
+            self._clear()
+        return sent
+
+    def _fail(self, reason: str) -> None:
+        """The drafter is lost: every request goes on without drafts."""
+        self._link.fail(reason)
+        self._clear()

@@ -67,6 +67,7 @@ def drafter_spec(args: Any, config: PSDConfig, device: DrafterDevice, vocab_limi
         kv_tokens=draft_kv_tokens(args),
         cuda_graphs=not on_cpu and not decode_graphs_disabled(args),
         deterministic=args.enable_deterministic_inference,
+        integrity_checks=config.integrity_checks,
         log_level=args.log_level,
     )
 

@@ -9,8 +9,8 @@ next launch, sequence lengths are exact.
 The synchronous twin of the loop finishes a forward right after its launch: the oracle of the overlapped one.
 
 The precedent for several running batches is SGLang's ``scheduler_pp_mixin.py``. The neighbours of this file hold the
-rest: ``membership.py`` (who runs in which slot), ``drafting.py`` (the drafter), ``oversight.py`` (abort, pause, idle:
-all slots at once), ``records.py``.
+rest: ``membership.py`` (who runs in which slot), ``drafting.py`` (the drafter), ``recovery.py`` (its loss and return),
+``oversight.py`` (abort, pause, idle: all slots at once), ``records.py``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from sglang_psd.scheduler.launch import launch_drafter, visible_drafter_device
 from sglang_psd.scheduler.membership import MembershipMixin
 from sglang_psd.scheduler.oversight import OversightMixin
 from sglang_psd.scheduler.records import RecordsMixin
+from sglang_psd.scheduler.recovery import RecoveryMixin
 from sglang_psd.scheduler.slot import EmptyView, InFlight, Slot, UnionView
 from sglang_psd.scheduler.slots import next_turn
-from sglang_psd.scheduler.supervisor import DrafterSupervisor
 from sglang_psd.scheduler.timing import ForwardTimer
 from sglang_psd.target.requests import drop_stock_penalties
 from sglang_psd.target.workspace import reserve_workspace
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsMixin):
+class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, OversightMixin, RecordsMixin):
     """Overrides for ``sglang.srt.managers.scheduler.Scheduler``; inert unless the algorithm is PSD.
 
     Attributes
@@ -65,7 +65,6 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
     psd_slots: list[Slot]
     psd_client: DraftClient | None = None
     psd_process: DrafterProcess | None = None
-    psd_supervisor: DrafterSupervisor | None = None
     _psd_preempted: list[str]
     _psd_planning: Slot | None = None
 
@@ -84,7 +83,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, OversightMixin, RecordsM
         if process is not None:
             process.join(self.psd.start_timeout_s)
             self._psd_adopt(process)
-            self.psd_supervisor = DrafterSupervisor(self._psd_launch_drafter, self.psd.start_timeout_s)
+            self._psd_start_recovery()
         self.psd_trace = TraceWriter(self.psd.trace) if process is not None and self.psd.trace else None
         self.psd_timer = ForwardTimer(self.device)
         logger.info(

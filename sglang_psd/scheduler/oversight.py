@@ -57,7 +57,9 @@ class OversightMixin(_Base):
         return done
 
     def psd_check_integrity(self) -> None:
-        """Each request in one slot only, and SGLang's pool accounting over all of them.
+        """Each request in one slot only, each request row held once, and SGLang's KV accounting over all of them.
+
+        The drafter checks its own pools after each round (``DrafterSpec.integrity_checks``) and at every ping.
 
         Raises
         ------
@@ -68,7 +70,21 @@ class OversightMixin(_Base):
         for slot in self.psd_slots:
             for req in slot.live_requests():
                 assert owners.setdefault(id(req), slot.index) == slot.index, f"{req.rid} is in two slots"
+        self._psd_check_rows()
         self.invariant_checker.self_check_during_busy()
+
+    def _psd_check_rows(self) -> None:
+        """Every row of the request table is free, or held by one request that somebody here still knows."""
+        known = [req for slot in self.psd_slots for req in slot.all_requests()] + list(self.waiting_queue)
+        if self.chunked_req is not None:
+            known.append(self.chunked_req)
+        holders = {id(req): req.req_pool_idx for req in known if req.req_pool_idx is not None}
+        free, size = self.req_to_token_pool.free_slots, self.req_to_token_pool.size
+        held = set(holders.values())
+        assert len(held) == len(holders), f"requests share a row: {sorted(holders.values())}"
+        assert held.isdisjoint(free), f"rows {sorted(held & set(free))} are held and free"
+        sessions = self.pool_stats_observer.session_held_req_count()
+        assert len(held) + len(free) + sessions == size, f"{len(held)} rows held, {len(free)} free, of {size}"
 
     def psd_shutdown(self) -> None:
         """Stop the drafter and close the trace."""

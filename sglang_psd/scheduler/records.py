@@ -52,6 +52,7 @@ class RecordsMixin(_Base):
         )
         self._psd_preempted = []
         self.psd_stats.add_round(record)
+        self._psd_watch_acceptance(record.verified, record.accepted)
         if self.psd_trace is not None:
             self.psd_trace.write_round(record)
 
@@ -69,8 +70,8 @@ class RecordsMixin(_Base):
         """Mode, slots, figures and drafter, as ``/server_info`` shows them."""
         client, process = self.psd_client, self.psd_process
         if client is not None:
-            client.check_alive()
-        drafting = client is not None and client.usable
+            client.tend()
+        drafting = client is not None and client.drafting
         report: dict[str, Any] = {
             "mode": self.psd.mode if drafting else "off",
             "configured_mode": self.psd.mode,
@@ -89,7 +90,15 @@ class RecordsMixin(_Base):
                 "load_s": round(hello.load_s, 2),
                 "open_requests": client.open_requests if client else 0,
                 "failure": client.failure if client else None,
-                "state": self.psd_supervisor.state if self.psd_supervisor else "up",
+                "state": self._psd_drafter_state(),
                 "restarts": self.psd_supervisor.restarts if self.psd_supervisor else 0,
+                "reopened": client.reopened if client else 0,
+                "resyncs": client.resyncs if client else 0,
             }
         return report
+
+    def _psd_drafter_state(self) -> str:
+        """``up``, ``late`` (not waited for), ``waiting`` (for a restart), ``starting`` or ``given up``."""
+        state = self.psd_supervisor.state if self.psd_supervisor is not None else "up"
+        client = self.psd_client
+        return "late" if state == "up" and client is not None and client.usable and not client.drafting else state

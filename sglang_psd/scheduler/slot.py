@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
 
-    from sglang_psd.scheduler.drafts import Taken
+    from sglang_psd.scheduler.answers import Taken
 
 
 @dataclass

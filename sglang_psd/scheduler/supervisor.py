@@ -18,9 +18,7 @@ from sglang_psd.errors import PSDError
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 0.5
-LONGEST_DELAY_S = 30.0
-# This many losses within the window, and drafting stays off until the server is restarted.
-MAX_LOSSES = 5
+# Back-off and the limit look back this far.
 LOSS_WINDOW_S = 600.0
 
 
@@ -33,17 +31,28 @@ class DrafterSupervisor:
         Starts a drafter process and returns at once.
     start_timeout_s : float
         Longest time from spawn to ready.
+    max_losses : int
+        This many within ten minutes, and drafting stays off until the server is restarted.
+    longest_delay_s : float
+        Where the doubling of the delay between attempts ends.
     clock : callable
         Seconds, monotonic.
     """
 
     def __init__(
-        self, spawn: Callable[[], DrafterProcess], start_timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        spawn: Callable[[], DrafterProcess],
+        start_timeout_s: float,
+        max_losses: int = 5,
+        longest_delay_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._spawn = spawn
         self._start_timeout_s = start_timeout_s
+        self._max_losses = max_losses
+        self._longest_delay_s = longest_delay_s
         self._clock = clock
-        self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
+        self._losses: deque[float] = deque(maxlen=max_losses)
         self._due_s: float | None = None
         self._starting: DrafterProcess | None = None
         self._started_s = 0.0
@@ -63,18 +72,18 @@ class DrafterSupervisor:
         """The drafter is gone: schedule the next attempt, or give up."""
         now = self._clock()
         self._losses.append(now)
-        if len(self._losses) == MAX_LOSSES and now - self._losses[0] < LOSS_WINDOW_S:
-            self.given_up, self._due_s = True, None
-            logger.error(
-                "PSD: the drafter was lost %d times within %.0f s; drafting stays off until the server is restarted.",
-                MAX_LOSSES,
-                LOSS_WINDOW_S,
-            )
+        if len(self._losses) == self._max_losses and now - self._losses[0] < LOSS_WINDOW_S:
+            self.give_up(f"the drafter was lost {self._max_losses} times within {LOSS_WINDOW_S:.0f} s")
             return
         recent = sum(1 for loss in self._losses if now - loss < LOSS_WINDOW_S)
-        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (recent - 1))
+        delay_s = min(self._longest_delay_s, FIRST_DELAY_S * 2 ** (recent - 1))
         self._due_s = now + delay_s
         logger.warning("PSD: next attempt to start a drafter in %.1f s.", delay_s)
+
+    def give_up(self, reason: str) -> None:
+        """Start no drafter any more."""
+        self.given_up, self._due_s = True, None
+        logger.error("PSD: %s; drafting stays off until the server is restarted.", reason)
 
     def tick(self) -> DrafterProcess | None:
         """Move on; returns a drafter that has just become ready."""
@@ -111,8 +120,8 @@ class DrafterSupervisor:
             return process
         if isinstance(message, Failure):
             reason = message.message
-        elif not process.alive():
-            reason = "its process ended while loading"
+        elif not process.can_answer():
+            reason = "its socket file was removed" if process.alive() else "its process ended while loading"
         elif self._clock() - self._started_s > self._start_timeout_s:
             reason = f"it was not ready within {self._start_timeout_s:.0f} s"
         if reason is not None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
+LIMIT = 1 << 63
+
 
 def needs_plain_step(req: Req) -> bool:
     """Whether a request's law at later positions can only be had from code for one token at a time.
@@ -37,7 +39,10 @@ def default_seed(server_args) -> int | None:
 def seed_of(req: Req, default: int | None) -> int | None:
     """Seed of a request, or ``default`` (see ``default_seed``) where it brings none."""
     seed = req.sampling_params.sampling_seed
-    return default if seed is None else seed
+    if seed is None:
+        return default
+    # Any whole number comes in over HTTP; tensors and messages hold 64 bits.
+    return seed if -LIMIT <= seed < LIMIT else seed % LIMIT
 
 
 def min_length_stops(req: Req) -> set[int]:

@@ -7,6 +7,7 @@ docs/trace.md lists every field.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from typing import IO, Any
@@ -121,4 +122,7 @@ class TraceWriter:
             action(self._file)
         except OSError as error:
             logger.warning("PSD: the trace %s ends here (%s); serving goes on.", self._path, error)
+            # What is still buffered has no place; closing now keeps the finaliser from complaining about it later.
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None

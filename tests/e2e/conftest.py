@@ -69,7 +69,7 @@ def served(logs: Path) -> Iterator[ServerProcess]:
 def launched(logs: Path) -> Iterator[ServerProcess]:
     """A PSD server started with ``python -m sglang.launch_server``, configured through ``--psd-config``."""
     config = logs / "psd.json"
-    config.write_text(json.dumps({"mode": "sequential", "integrity_checks": True}))
+    config.write_text(json.dumps({"mode": "sequential", "integrity_checks": True, "hung_after_s": 3.0}))
     flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, *PSD_FLAGS, "--psd-config", str(config)]
     server = ServerProcess(flags, logs / "launched.log", environment=ENVIRONMENT)
     yield server

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
+from scripts.faults.starts import STARTS, FailedStart, try_start
+from scripts.faults.strikes import socket_paths
 from sglang_psd.resources import TINY_TARGET
 from sglang_psd.server_process import ServerProcess
 from tests.e2e.conftest import MAX_TOKENS, START_TIMEOUT_S, process_tree
@@ -25,6 +31,8 @@ from tests.e2e.test_doors import generate, server_info
 pytestmark = pytest.mark.e2e
 
 GONE_WITHIN_S = 20.0
+# The others are tried by ``scripts/fault_matrix.py``: each costs the start of a server.
+TRIED_STARTS = ("drafter cannot load", "socket file removed while loading")
 
 
 def drafter_of(url: str) -> psutil.Process:
@@ -79,6 +87,61 @@ def test_requests_survive_a_killed_drafter(launched_url: str, oracle: dict) -> N
     assert max(answer["meta_info"]["spec_accept_length"] for answer in got) > 1.0
 
 
+def test_a_stopped_drafter_is_replaced_and_health_stays_true(launched_url: str, oracle: dict) -> None:
+    """SIGSTOP for good: detected, served without, killed, replaced; both health checks say what is so, at any time."""
+    answers = oracle["answers"]
+    drafter = drafter_of(launched_url)
+    drafter.send_signal(signal.SIGSTOP)
+    modes = []
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while "off" not in modes or modes[-1] == "off":
+        assert time.monotonic() < deadline, psd_section(launched_url)
+        got = generate(
+            launched_url,
+            text=[answer["prompt"] for answer in answers],
+            sampling_params={"temperature": 0, "max_new_tokens": MAX_TOKENS},
+        )
+        assert [answer["output_ids"] for answer in got] == [answer["ids"] for answer in answers]
+        for path in ("/health", "/health_generate"):
+            with urllib.request.urlopen(launched_url + path, timeout=30) as answer:
+                assert answer.status == 200
+        modes.append(psd_section(launched_url)["mode"])
+    assert modes[-1] == "sequential" and drafter_of(launched_url).pid != drafter.pid
+    assert not drafter.is_running() or drafter.status() == psutil.STATUS_ZOMBIE
+
+
+def test_two_servers_share_nothing(served_url: str, launched_url: str) -> None:
+    """Side by side on one host: two drafters, socket files of their own, open to this user alone."""
+    paths = [socket_paths(drafter_of(url)) for url in (served_url, launched_url)]
+    assert all(len(found) == 2 for found in paths), paths
+    assert len({os.path.dirname(path) for found in paths for path in found}) == 2
+    for path in paths[0] + paths[1]:
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
+
+
+def test_the_metrics_say_whether_it_drafts(served_url: str) -> None:
+    """``--enable-metrics``: PSD's figures stand among SGLang's."""
+    with urllib.request.urlopen(served_url + "/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    drafting = [line for line in lines if line.startswith("sglang:psd_drafting{")]
+    assert len(drafting) == 1 and drafting[0].endswith(" 1.0"), drafting
+
+
+def test_a_live_request_id_is_refused(served_url: str, oracle: dict) -> None:
+    """The second request of a name gets a sentence, the first its text."""
+    answer = oracle["answers"][0]
+    body = {
+        "text": answer["prompt"],
+        "rid": "twin",
+        "sampling_params": {"temperature": 0, "max_new_tokens": MAX_TOKENS},
+    }
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        generate(served_url, text=[answer["prompt"]] * 2, rid=["twin", "twin"], sampling_params=body["sampling_params"])
+    assert refused.value.code == 400 and b"Duplicate request ID" in refused.value.read()
+    assert generate(served_url, **body)["output_ids"] == answer["ids"]
+
+
 def test_sigkill_of_the_launcher_leaves_nothing(launched: ServerProcess, launched_url: str) -> None:
     """The kernel ends scheduler and drafter when their parents are killed outright."""
     processes = process_tree(launched)
@@ -115,27 +178,24 @@ def test_sigterm_while_loading_leaves_nothing(logs: Path) -> None:
         server.stop()
 
 
-def test_a_broken_draft_fails_the_start(logs: Path, tmp_path: Path) -> None:
-    """A draft that cannot be loaded ends the start with one sentence and leaves no process."""
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (broken / name).write_bytes((Path(PSD_FLAGS[3]) / name).read_bytes())
-    flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, *PSD_FLAGS]
-    flags[flags.index(PSD_FLAGS[3])] = str(broken)
-    server = ServerProcess(flags, logs / "broken.log", environment=ENVIRONMENT)
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        seen: dict[int, psutil.Process] = {}
-        while server.running() and time.monotonic() < deadline:
-            seen.update({p.pid: p for p in process_tree(server)} if server.running() else {})
-            time.sleep(0.2)
-        assert not server.running()
-        assert_all_gone(list(seen.values()))
-        log = server.log_path.read_text(errors="replace")
-        assert "DrafterStartError: The drafter (" in log and "could not start" in log
-    finally:
-        server.stop()
+@pytest.fixture(scope="module")
+def failed_starts() -> dict[str, FailedStart]:
+    """Servers that cannot come up, tried side by side."""
+
+    def attempt(obstacle, needle: str) -> FailedStart:
+        with obstacle() as (flags, port, environment):
+            return try_start(flags, port, environment, needle)
+
+    with ThreadPoolExecutor(len(TRIED_STARTS)) as pool:
+        futures = {name: pool.submit(attempt, *STARTS[name]) for name in TRIED_STARTS}
+        return {name: future.result() for name, future in futures.items()}
+
+
+@pytest.mark.parametrize("name", TRIED_STARTS)
+def test_a_start_that_fails_says_why_and_leaves_nothing(failed_starts: dict[str, FailedStart], name: str) -> None:
+    start = failed_starts[name]
+    assert start.exit_code != 0, "the launcher did not end, or ended as if all were well"
+    assert start.sentence and start.processes_left == 0, start
 
 
 def test_bad_flags_exit_with_a_sentence() -> None:

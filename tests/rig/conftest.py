@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,17 +10,6 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.rig.oracle import Oracle
-
-# What building a scheduler and a drafter imports late: seconds per case, unless the test process has it already.
-PRELOADED = (
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.models.registry",
-    "sglang.srt.model_loader.loader",
-    "sglang_psd.drafter.engine",
-    "sglang_psd.drafter.serve",
-    "sglang_psd.scheduler.psd_scheduler",
-    "sglang_psd.target.worker",
-)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,23 +21,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def sglang_loaded() -> None:
-    """Import what a scheduler needs and let SGLang load its plugins."""
-    import gc
+    """SGLang and its plugins are in this process."""
+    from tests.rig.preload import preload
 
-    import torch
-    import torch._dynamo
-
-    torch.set_num_threads(1)
-    # SGLang compiles its penalty kernels; a fork would call the C++ compiler for half a minute to run them twice.
-    torch._dynamo.config.disable = True
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    for module in PRELOADED:
-        importlib.import_module(module)
-    # Imported objects live for ever: a collection in a fork need not walk (and copy) them.
-    gc.collect()
-    gc.freeze()
+    preload()
 
 
 @pytest.fixture(scope="session")

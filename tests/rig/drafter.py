@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 
 import msgspec
 
-from sglang_psd.channel.transport import Channel, PrivateEndpoint
+from sglang_psd.channel.endpoints import PrivateEndpoint
 from sglang_psd.drafter.process import DrafterProcess
 from sglang_psd.drafter.spec import DrafterSpec
+from tests.rig.proxy import Fault, FaultyProxy
 
 
 class ForkedChild:
@@ -42,18 +44,77 @@ class ForkedChild:
 class ForkedDrafter(DrafterProcess):
     """``DrafterProcess`` whose child is a fork of this process, running the real entry point.
 
-    It must be made before this process has created a process group, threads or a published server configuration.
+    It must be made before this process has created a process group, threads or a published server configuration. A
+    spare is made then, too, and waits for ``begin``.
+
+    Parameters
+    ----------
+    spec : DrafterSpec
+    spare : bool
+        Wait for ``begin`` before loading anything.
+    sabotage : callable, optional
+        Called in the child before its entry point: breaks what the test wants broken.
+    fault : (Fault, int), optional
+        What its wire does to messages, and the seed.
     """
 
-    def __init__(self, spec: DrafterSpec):
-        self._endpoint = PrivateEndpoint()
-        self.spec = msgspec.structs.replace(spec, endpoint=self._endpoint.address)
+    def __init__(
+        self,
+        spec: DrafterSpec,
+        *,
+        spare: bool = False,
+        sabotage: Callable[[], None] | None = None,
+        fault: tuple[Fault, int] | None = None,
+    ):
+        self._spare = spare
+        self._sabotage = sabotage
+        self._fault = fault
+        self._front = PrivateEndpoint() if fault is not None else None
+        self.proxy: FaultyProxy | None = None
+        super().__init__(spec, None)
+
+    def _spawn(self, visible_device: str | None):
+        if self._front is not None:
+            self.spec = msgspec.structs.replace(self.spec, endpoint=self._front.address)
+        waits, self._go = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.close(self._go)
+            if self._spare and not os.read(waits, 1):
+                os._exit(0)  # the test ended without needing it
+            if self._sabotage is not None:
+                self._sabotage()
             _child_main(self.spec)
-        self._process = ForkedChild(pid)  # type: ignore[assignment]
-        self.channel = Channel(self._endpoint.address, bind=True)
-        self.hello = None
+        os.close(waits)
+        return ForkedChild(pid)
+
+    def _open_sockets(self) -> None:
+        if self._spare:
+            return
+        super()._open_sockets()
+        if self._front is not None and self._fault is not None:
+            self.proxy = FaultyProxy(self._front, self._endpoint.address, *self._fault)
+
+    def stop(self) -> None:
+        """A spare that nobody needed has no sockets yet."""
+        if self._spare:
+            self.child.kill()
+            self._endpoint.cleanup()
+        else:
+            super().stop()
+
+    def _release(self) -> None:
+        if self.proxy is not None and self._front is not None:
+            self.proxy.close()
+            self._front.cleanup()
+        super()._release()
+
+    def begin(self) -> ForkedDrafter:
+        """Let a spare start, as the supervisor's ``spawn``."""
+        self._spare = False
+        self._open_sockets()
+        os.write(self._go, b"g")
+        return self
 
     @property
     def child(self) -> ForkedChild:

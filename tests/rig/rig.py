@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_psd.errors import DrafterStartError
 from tests.rig.drafter import ForkedDrafter
+from tests.rig.proxy import Fault
 
+Sabotage = Callable[[], None]
 # Prompt, most new tokens, and what else ``Rig.submit`` takes.
 Ask = tuple[list[int], int, dict[str, Any]]
 
+# What a rig's scheduler is told unless a test says otherwise. Nothing here may depend on how fast the machine is.
+RIG_CONFIG: dict[str, Any] = {"integrity_checks": True, "restart": False, "draft_timeout_s": 30.0}
 KV_TOKENS = 4096
 MAX_RUNNING = 16
 RANDOM_SEED = 1234
@@ -91,6 +97,12 @@ class Rig:
         Target model.
     config : dict, optional
         More keys for ``--psd-config``.
+    spares : int
+        Drafters to start when one is lost; with none, a restart fails.
+    sabotage : callable or list of callable, optional
+        Runs in the process of the first drafter (of each, in order) before its entry point.
+    fault : (Fault, int), optional
+        What the first drafter's wire does to messages (see ``proxy.py``), and the seed of its moods.
     **server_args
         Passed to ``ServerArgs``.
     """
@@ -105,8 +117,13 @@ class Rig:
         *,
         target: str = "T",
         config: dict[str, Any] | None = None,
+        spares: int = 0,
+        sabotage: Sabotage | list[Sabotage | None] | None = None,
+        fault: tuple[Fault, int] | None = None,
         **server_args: Any,
     ):
+        self._num_spares, self._fault = spares, fault
+        self._sabotage = sabotage if isinstance(sabotage, list) else [sabotage]
         self._numbers = itertools.count()
         self._requests: dict[str, Any] = {}
         self._logprobs: dict[str, tuple[list, list]] = {}
@@ -126,7 +143,7 @@ class Rig:
                 speculative_draft_model_path=str(models / draft),
                 speculative_num_steps=k,
                 psd_mode=mode,
-                psd_config=json.dumps({"loop": loop, "integrity_checks": True, "restart": False, **(config or {})}),
+                psd_config=json.dumps({"loop": loop, **RIG_CONFIG, **(config or {})}),
             )
         options.update(server_args)
         self.scheduler = self._build(options, speculative=draft is not None)
@@ -166,8 +183,21 @@ class Rig:
 
         config = args.psd()
         device = visible_drafter_device(args, config, 0)
-        self.drafter = ForkedDrafter(drafter_spec(args, config, device, vocab_limit(args)))
-        mixin.launch_drafter = lambda *_: self.drafter
+        spec = drafter_spec(args, config, device, vocab_limit(args))
+        # Sockets have threads, so whatever is forked is forked before the first one opens.
+        first, *others = itertools.chain(self._sabotage, [None] * (self._num_spares + 1 - len(self._sabotage)))
+        spares = [ForkedDrafter(spec, spare=True, sabotage=sabotage) for sabotage in others]
+        self.drafter = ForkedDrafter(spec, sabotage=first, fault=self._fault)
+        ready = itertools.chain([lambda: self.drafter], (spare.begin for spare in spares))
+
+        def launch(*_: Any) -> ForkedDrafter:
+            begin = next(ready, None)
+            if begin is None:
+                raise DrafterStartError("this rig has no more spare drafters")
+            self.drafter = begin()
+            return self.drafter
+
+        mixin.launch_drafter = launch
 
     def _record_outputs(self) -> None:
         recorder = Recorder()
@@ -306,6 +336,14 @@ class Rig:
         stuck = self.unfinished()
         raise AssertionError(f"not idle after {max_turns} turns; unfinished: {stuck}")
 
+    def run_until(self, reached: Callable[[], bool], what: str, within_s: float = 60.0) -> float:
+        """Turn until ``reached()``: for what other processes have to do meanwhile. Returns the seconds it took."""
+        started = time.monotonic()
+        while not reached():
+            assert time.monotonic() - started < within_s, f"{what}: not within {within_s:.0f} s"
+            self.turn()
+        return time.monotonic() - started
+
     def run(self, asks: Iterable[Ask]) -> list[Output]:
         """Submit together, run until done, and return the outputs in order."""
         rids = [self.submit(ids, length, **options) for ids, length, options in asks]
@@ -379,15 +417,20 @@ class Rig:
 
     # --- checks ---------------------------------------------------------------------------------
 
-    def idle_check(self) -> None:
-        """Nothing runs, and nothing is held on either side.
+    def idle_check(self, late_allowed: bool = False) -> dict[str, int]:
+        """Nothing runs, and nothing is held on either side; returns what is held, by name: zeros.
+
+        Parameters
+        ----------
+        late_allowed : bool
+            The test made the drafter late.
 
         Raises
         ------
         AssertionError
             A request, KV slot or pool row is still held by the target or by the drafter.
         """
-        scheduler = self.scheduler
+        scheduler, held = self.scheduler, {}
         self.turns(2)
         assert scheduler.is_fully_idle(), "the scheduler is not idle"
         scheduler.on_idle()
@@ -396,14 +439,28 @@ class Rig:
             assert client.usable, f"the drafter was lost: {client.failure}"
             assert client.open_requests == 0, f"{client.open_requests} requests are still open"
             late = scheduler.psd_stats.late_rows
-            assert late == 0, f"{late} drafts were awaited in vain"
-            stats = client.ping()
-            assert stats is not None, "the drafter does not answer"
+            assert late_allowed or late == 0, f"{late} drafts were awaited in vain"
+            stats = self.ask_drafter()
+            assert stats.fault is None, stats.fault
             assert stats.open_requests == 0, f"the drafter still holds {stats.open_requests} requests"
             assert stats.free_kv_tokens == stats.kv_tokens, f"the drafter leaks KV: {stats}"
+            held["drafter_requests"] = stats.open_requests
+            held["drafter_kv_tokens"] = stats.kv_tokens - stats.free_kv_tokens
         assert scheduler.flush_cache(), "an idle server refused to flush its cache"
         free, total = scheduler.token_to_kv_pool_allocator.available_size(), scheduler.max_total_num_tokens
         assert free == total, f"the target leaks KV: {free} of {total} tokens free"
+        rows = scheduler.req_to_token_pool
+        held["target_kv_tokens"], held["target_rows"] = total - free, rows.size - len(rows.free_slots)
+        assert held["target_rows"] == 0, f"the target leaks rows: {held}"
+        return held
+
+    def ask_drafter(self) -> Any:
+        """The drafter's accounting as of now (``Stats``)."""
+        client = self.scheduler.psd_client
+        client.stats = None
+        client.ping()
+        self.run_until(lambda: client.stats is not None, "an answer of the drafter", within_s=20)
+        return client.stats
 
     def close(self) -> None:
         """Stop the drafter."""

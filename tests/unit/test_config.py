@@ -6,6 +6,8 @@ import dataclasses
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_psd.config import FLAG_FIELDS, PSDConfig, flag_name, load_config_source, resolve_config
 from sglang_psd.errors import PSDConfigError
@@ -37,6 +39,10 @@ def test_defaults_are_valid_and_frozen() -> None:
         ({"draft_timeout_s": float("inf")}, ["draft_timeout_s"]),
         ({"draft_timeout_s": float("nan")}, ["draft_timeout_s"]),
         ({"start_timeout_s": -1}, ["start_timeout_s"]),
+        ({"max_restart_delay_s": -1}, ["max_restart_delay_s", "at least 0"]),
+        ({"max_losses": 0}, ["max_losses", "at least 1"]),
+        ({"acceptance_floor": 1.0}, ["acceptance_floor", "between 0 and 1"]),
+        ({"acceptance_floor": float("nan")}, ["acceptance_floor"]),
         ({"integrity_checks": 1}, ["integrity_checks", "true or false"]),
         ({"drafter_device": "tpu"}, ["--psd-drafter-device", "cuda:N or cpu", "'tpu'"]),
         ({"drafter_device": "cuda:x"}, ["--psd-drafter-device"]),
@@ -65,8 +71,8 @@ def test_flags_win_over_json_over_defaults(tmp_path) -> None:
     source = {"mode": "sequential", "proposal_top_m": 8}
     file = tmp_path / "psd.json"
     file.write_text(json.dumps(source))
-    for given in (source, json.dumps(source), f"  {json.dumps(source)} ", str(file)):
-        config = resolve_config({"mode": None, "proposal_top_m": 16}, given)
+    for form in (source, json.dumps(source), f"  {json.dumps(source)} ", str(file)):
+        config = resolve_config({"mode": None, "proposal_top_m": 16}, form)
         assert (config.mode, config.proposal_top_m, config.loop) == ("sequential", 16, "overlapped")
     assert resolve_config({}, None) == PSDConfig()
 
@@ -104,3 +110,45 @@ def test_every_field_says_how_it_is_set() -> None:
         name = flag_name(field.name)
         assert name.startswith("--psd-") == (field.name in FLAG_FIELDS)
         assert "--psd-config" in name or field.name in FLAG_FIELDS
+
+
+# --- anything at all -------------------------------------------------------------------------------
+
+NAMES = [field.name for field in dataclasses.fields(PSDConfig) if field.name != "trace"]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=12), VALUES, max_size=8))
+@settings(max_examples=300, deadline=None)
+def test_any_options_are_taken_or_refused_in_one_line(options: dict) -> None:
+    try:
+        config = resolve_config({}, options)
+    except PSDConfigError as error:
+        assert "\n" not in str(error) and str(error)
+        return
+    # What is taken survives the way through JSON: --psd-config and the keyword mean the same.
+    assert resolve_config({}, json.dumps(options)) == config
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_any_text_is_a_config_or_an_error(text: str) -> None:
+    try:
+        resolve_config({}, text)
+    except PSDConfigError as error:
+        assert "--psd-config" in str(error) or "'" in str(error)
+
+
+@given(st.binary(max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_any_file_is_a_config_or_an_error(tmp_path_factory, content: bytes) -> None:
+    file = tmp_path_factory.mktemp("config") / "psd.json"
+    file.write_bytes(content)
+    try:
+        resolve_config({}, str(file))
+    except PSDConfigError as error:
+        assert "--psd-" in str(error)

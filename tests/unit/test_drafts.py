@@ -5,12 +5,18 @@ from __future__ import annotations
 import time
 from collections import deque
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_psd.channel import messages as m
 from sglang_psd.errors import ProtocolError
-from sglang_psd.scheduler.drafts import DraftAnswer, DraftClient
+from sglang_psd.scheduler import vitals
+from sglang_psd.scheduler.answers import DraftAnswer
+from sglang_psd.scheduler.drafts import DraftClient
+from sglang_psd.scheduler.vitals import Vitals
 
 GREEDY = m.Sampling(greedy=True, temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, seed=None)
 
@@ -56,7 +62,8 @@ class Bench:
         self.process = FakeProcess()
         self.channel = self.process.channel
         self.answers: list[DraftAnswer] = []
-        self.client = DraftClient(self.process, 3, timeout_s, self.answers.append)  # type: ignore[arg-type]
+        self.vitals = Vitals(timeout_s)
+        self.client = DraftClient(self.process, 3, 100, self.vitals, self.answers.append)  # type: ignore[arg-type]
 
     def begin(self, *rids: str, length: int = 5) -> int:
         """Open requests of ``length`` tokens and commit one more; returns the round's number."""
@@ -202,7 +209,9 @@ def test_a_dead_drafter_ends_the_wait() -> None:
     bench.client.close(["b"])
     assert len(bench.channel.sent) == sent and not bench.client.is_open("b")
     assert bench.client.take([("b", 2, 9)]).rows == [None]
-    assert bench.client.ping(0.05) is None
+    bench.client.ping()
+    bench.client.tend()
+    assert len(bench.channel.sent) == sent
 
 
 def test_last_words_of_a_dead_drafter_count() -> None:
@@ -233,11 +242,12 @@ def test_a_full_channel_means_lost() -> None:
 
 def test_ping() -> None:
     bench = Bench()
-    stats = m.Stats(0, 0, 10, 10, 0, 0)
-    bench.channel.inbox.append(stats)
-    assert bench.client.ping() == stats
+    bench.client.ping()
+    found = m.Stats(0, 0, 10, 10, 0, 0)
+    bench.channel.inbox.append(found)
+    bench.client.poll()
+    assert bench.client.stats == found
     assert isinstance(bench.channel.sent[-1], m.Ping)
-    assert bench.client.ping(0.02) is None
 
 
 def test_a_stall_is_told_once_and_ends_with_a_useful_answer(caplog) -> None:
@@ -253,4 +263,154 @@ def test_a_stall_is_told_once_and_ends_with_a_useful_answer(caplog) -> None:
     bench.client.commit([m.RoundRow("a", 27, [9])])
     bench.answer(99, "a", base_len=27)
     assert bench.client.take([("a", 27, 3)]).late == 0
-    assert not bench.client._stalled
+    assert bench.client.drafting
+
+
+# --- what a bad wire or a confused drafter may bring -----------------------------------------------
+
+
+def test_a_row_the_drafter_does_not_hold_is_opened_again() -> None:
+    """No drafts and no delay this time; afterwards the request counts as closed, so that it is handed over again."""
+    bench = Bench(timeout_s=30.0)
+    number = bench.begin("a", "b")
+    bench.answer(number, "a", "b")
+    lost = bench.channel.inbox.pop()
+    bench.channel.inbox.append(msgspec.structs.replace(lost, counts=[0, 3], unknown=[0]))
+    taken = bench.client.take([("a", 6, 9), ("b", 6, 9)])
+    assert [tokens_of(row) for row in taken.rows] == [None, [1, 2, 3]] and taken.late == 0
+    assert not bench.client.is_open("a") and bench.client.is_open("b") and bench.client.reopened == 1
+
+
+def test_unknown_in_an_old_answer_says_nothing() -> None:
+    bench = Bench()
+    number = bench.begin("a")
+    bench.client.commit([m.RoundRow("a", 7, [4])])
+    bench.answer(number, "a")
+    bench.channel.inbox.append(msgspec.structs.replace(bench.channel.inbox.pop(), unknown=[0]))
+    bench.client.poll()
+    assert bench.client.is_open("a")
+
+
+def stats(bench: Bench, open_requests: int, fault: str | None = None) -> m.Stats:
+    """The drafter's answer to the last ping."""
+    ping = next(message for message in reversed(bench.channel.sent) if isinstance(message, m.Ping))
+    return m.Stats(ping.ping_id, open_requests, 10, 10, 0, 0, fault)
+
+
+def test_a_difference_in_what_is_open_is_mended(monkeypatch) -> None:
+    bench = Bench()
+    bench.begin("a", "b")
+    monkeypatch.setattr(vitals, "PING_EVERY_S", 0.0)
+    bench.client.tend()
+    bench.channel.inbox.append(stats(bench, 2))
+    bench.client.close(["b"])  # after the ping: the answer is from before it
+    bench.client.tend()
+    assert bench.client.open_requests == 1 and bench.client.resyncs == 0
+    bench.channel.inbox.append(stats(bench, 2))
+    bench.client.poll()
+    assert bench.client.resyncs == 1 and bench.client.open_requests == 0
+    assert bench.channel.sent[-1] == m.Reset() and bench.client.usable
+
+
+def test_broken_accounting_is_the_end(monkeypatch) -> None:
+    bench = Bench()
+    monkeypatch.setattr(vitals, "PING_EVERY_S", 0.0)
+    bench.client.tend()
+    bench.channel.inbox.append(stats(bench, 0, "3 KV tokens are held and 6 are free, of 10"))
+    bench.client.tend()
+    assert bench.client.failure is not None and "3 KV tokens are held" in bench.client.failure
+
+
+def test_a_death_while_idle_is_noticed() -> None:
+    bench = Bench()
+    bench.client.tend()
+    assert bench.client.usable
+    bench.process.running = False
+    bench.client.tend()
+    assert bench.client.failure == "its process has ended"
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"tokens": np.array([1, 100, 3], m.TOKEN).tobytes()}, "token"),
+        ({"tokens": np.array([1, -1, 3], m.TOKEN).tobytes()}, "token"),
+        ({"law_ids": np.full(12, 100, m.TOKEN).tobytes()}, "token"),
+        ({"law_probs": np.full(12, np.nan, m.PROB).tobytes()}, "law"),
+        ({"law_probs": np.full(12, -0.1, m.PROB).tobytes()}, "law"),
+        ({"law_probs": np.full(12, np.inf, m.PROB).tobytes()}, "law"),
+        ({"num_steps": 4, "tokens": bytes(16), "law_ids": bytes(64), "law_probs": bytes(64)}, "at most"),
+    ],
+)
+def test_drafts_that_cannot_be_verified_are_refused(change: dict, word: str, caplog) -> None:
+    """The round goes on without them; the target never sees a token that it does not have."""
+    bench = Bench(timeout_s=0.02)
+    bench.answer(bench.begin("a"), "a", top_m=4)
+    bench.channel.inbox.append(msgspec.structs.replace(bench.channel.inbox.pop(), **change))
+    taken = bench.client.take([("a", 6, 9)])
+    assert taken.rows == [None] and taken.late == 1 and bench.client.usable
+    assert word in caplog.text
+
+
+def test_tokens_that_the_draft_model_lacks_never_reach_it() -> None:
+    bench = Bench()
+    bench.client.open("a", [1, 100, 2], GREEDY)
+    assert not bench.channel.sent and not bench.client.is_open("a")
+    bench.begin("b")
+    bench.client.commit([m.RoundRow("b", 7, [100])])
+    assert bench.channel.sent[-1] == m.Close(["b"]) and not bench.client.is_open("b")
+
+
+@pytest.mark.parametrize(
+    ("rid", "tokens", "sampling"),
+    [
+        ("a", [1, -1], GREEDY),
+        ("a", [1, 2], msgspec.structs.replace(GREEDY, greedy=False, temperature=float("inf"))),
+        ("a", [1, 2], msgspec.structs.replace(GREEDY, seed=2**70)),
+    ],
+)
+def test_a_request_that_the_drafter_would_refuse_stays_here(rid: str, tokens: list[int], sampling: m.Sampling) -> None:
+    """Handed over it would come back as unknown for ever; it is served without drafts."""
+    bench = Bench()
+    bench.client.open(rid, tokens, sampling)
+    assert not bench.channel.sent and not bench.client.is_open(rid) and bench.client.usable
+
+
+def test_two_rows_of_one_name_are_drafted_for_neither() -> None:
+    bench = Bench()
+    bench.begin("a", "b")
+    bench.client.commit([m.RoundRow("a", 7, [1]), m.RoundRow("b", 7, [1]), m.RoundRow("a", 9, [2])])
+    closed, asked = bench.channel.sent[-2:]
+    assert closed == m.Close(["a"]) and isinstance(asked, m.Round) and [row.rid for row in asked.rows] == ["b"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("oqcrtpxslk"), st.integers(0, 3), st.integers(4, 9)), max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_any_order_of_calls_and_answers_is_survived(steps: list[tuple[str, int, int]]) -> None:
+    """Whatever arrives whenever: no call raises, and drafts continue the length they were asked for."""
+    bench = Bench(timeout_s=0.0)
+    client, names = bench.client, ["a", "b", "c", "d"]
+    for kind, which, length in steps:
+        rid = names[which]
+        if kind == "o":
+            client.open(rid, list(range(length)), GREEDY)
+        elif kind == "q":
+            client.commit([m.RoundRow(rid, length, [1])])
+        elif kind == "c":
+            client.close([rid])
+        elif kind == "r":
+            client.reset()
+        elif kind == "t":
+            row = client.take([(rid, length, 2)]).rows[0]
+            assert row is None or (row.base_len == length and len(row.tokens) <= 2)
+        elif kind == "p":
+            client.tend()
+        elif kind == "k":
+            bench.channel.inbox.append(m.Failure("no", fatal=which == 0 and length == 9))
+        else:
+            bench.answer(which, rid, base_len=length, top_m=which)
+            answer = bench.channel.inbox.pop()
+            unknown = [0] if kind == "l" else []
+            found = m.Stats(which, length - 4, 1, 1, 0, 0) if kind == "s" else answer
+            bench.channel.inbox.append(msgspec.structs.replace(answer, unknown=unknown) if found is answer else found)
+    assert client.open_requests <= 4

@@ -55,3 +55,12 @@ def test_rejection_leaves_one() -> None:
     state = DraftState("r", GREEDY, [1, 2], fed=[1, 2, 7, 8])
     assert state.commit([6], 3)
     assert state.fed == [1, 2] and state.missing == 1
+
+
+def test_a_row_that_comes_twice_is_taken_once() -> None:
+    state = DraftState("r", GREEDY, [1, 2, 3])
+    assert state.commit([4, 5], 5) and state.commit([4, 5], 5)
+    assert state.tokens == [1, 2, 3, 4, 5]
+    assert not state.commit([9, 9], 5), "another row of that length"
+    assert not state.commit([4, 5], 6)
+    assert state.tokens == [1, 2, 3, 4, 5]

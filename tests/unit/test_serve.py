@@ -6,6 +6,7 @@ import os
 from collections import deque
 
 from sglang_psd.channel import messages as m
+from sglang_psd.drafter import serve
 from sglang_psd.drafter.serve import DrafterLoop
 from sglang_psd.errors import ProtocolError
 
@@ -20,7 +21,12 @@ class FakeEngine:
         self.cold: set[str] = set()
 
     def open(self, message: m.Open) -> None:
+        if message.rid == "foreign":
+            raise ProtocolError("a token that the draft model does not have")
         self.calls.append(("open", message.rid))
+
+    def reset(self) -> None:
+        self.calls.append(("reset",))
 
     def close(self, message: m.Close) -> None:
         self.calls.append(("close", *message.rids))
@@ -58,8 +64,9 @@ class FakeChannel:
             raise item
         return item
 
-    def send(self, message) -> None:
+    def send_patiently(self, message, slice_s: float, worth_waiting) -> bool:
         self.sent.append(message)
+        return True
 
 
 def run(engine: FakeEngine, *batches: list) -> FakeChannel:
@@ -107,3 +114,22 @@ def test_the_loop_ends_when_the_parent_is_another() -> None:
     channel = FakeChannel([m.Ping(1)])
     DrafterLoop(FakeEngine(), channel, parent_pid=-1).run()  # type: ignore[arg-type]
     assert channel.sent == []
+
+
+def test_a_request_that_cannot_be_opened_is_reported_and_survived() -> None:
+    engine = FakeEngine()
+    channel = run(engine, [m.Open("foreign", bytes(4), GREEDY), m.Open("a", bytes(4), GREEDY), m.Reset()])
+    assert engine.calls == [("open", "a"), ("reset",)]
+    assert [message.fatal for message in channel.sent] == [False]
+
+
+def test_the_inbox_is_bounded(monkeypatch) -> None:
+    """What is not read stays in the queue, where the sender notices."""
+    monkeypatch.setattr(serve, "INBOX_MESSAGES", 8)
+    engine, waiting = FakeEngine(), []
+    channel = FakeChannel([round_of(i, ("a", 5 + i)) for i in range(40)])
+    engine.draft = lambda *args: waiting.append(len(loop._inbox))  # type: ignore[method-assign]
+    engine.commit = lambda row: waiting.append(len(loop._inbox))  # type: ignore[method-assign]
+    loop = DrafterLoop(engine, channel, os.getppid())  # type: ignore[arg-type]
+    loop.run()
+    assert len(waiting) == 40 and max(waiting) <= 8

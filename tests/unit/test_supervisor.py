@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from sglang_psd.channel.messages import SCHEMA_VERSION, Failure, Hello
-from sglang_psd.scheduler.supervisor import FIRST_DELAY_S, LOSS_WINDOW_S, MAX_LOSSES, DrafterSupervisor
+from sglang_psd.scheduler.supervisor import FIRST_DELAY_S, LOSS_WINDOW_S, DrafterSupervisor
 
+MAX_LOSSES = 5
 HELLO = Hello(SCHEMA_VERSION, 1, "cpu", 320, 512, 1000, 8, 0.1, 0.1, 1.0)
 
 
@@ -24,6 +25,8 @@ class FakeProcess:
     def alive(self) -> bool:
         return self.running
 
+    can_answer = alive
+
     def abandon(self) -> None:
         self.abandoned = True
 
@@ -35,7 +38,7 @@ class World:
         self.now = 100.0
         self.spawned: list[FakeProcess] = []
         self.spawn_error: Exception | None = None
-        self.supervisor = DrafterSupervisor(self.spawn, 60.0, clock=lambda: self.now)
+        self.supervisor = DrafterSupervisor(self.spawn, 60.0, MAX_LOSSES, 30.0, clock=lambda: self.now)
 
     def spawn(self) -> FakeProcess:
         if self.spawn_error is not None:
@@ -121,3 +124,15 @@ def test_a_spawn_that_fails_is_tried_again() -> None:
     assert world.supervisor.state == "starting"
     world.supervisor.stop()
     assert world.spawned[-1].abandoned and world.supervisor.state == "up"
+
+
+def test_the_delay_ends_where_it_is_told() -> None:
+    world = World()
+    world.supervisor = DrafterSupervisor(world.spawn, 60.0, 100, 2.0, clock=lambda: world.now)
+    for _ in range(10):
+        world.supervisor.lost()
+        world.now += 2.0
+        world.supervisor.tick()
+        assert world.supervisor.state == "starting"
+        world.spawned[-1].messages.append(HELLO)
+        assert world.supervisor.tick() is world.spawned[-1]

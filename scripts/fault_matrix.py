@@ -1,0 +1,174 @@
+"""Attack a server's drafter in every way, and write down what its users noticed.
+
+    python scripts/fault_matrix.py --repeats 5 --out docs/results/faults_cpu.json
+
+Three parts. *Losses*: a server under load, its drafter attacked again and again; every answer is compared with plain
+SGLang's, and the times until the server noticed and until it drafted again are recorded. *Wire*: the test rig with a
+proxy between scheduler and drafter that delays, repeats, swaps, drops, cuts and changes messages. *Starts*: servers
+that cannot come up, and what they say and leave behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import shlex
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the rig forks
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.faults.load import Load, plain_answers
+from scripts.faults.starts import STARTS, try_start
+from scripts.faults.strikes import STRIKES, Recovery, drafter_of, strike, wait_for_mode
+from scripts.record_result import machine
+from sglang_psd.resources import TINY_TARGET
+from sglang_psd.server_process import ServerProcess
+from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, PSD_FLAGS
+
+START_TIMEOUT_S = 600.0
+# A hung drafter is given up after less than the default 20 s, so that a matrix takes minutes; more losses than anybody
+# allows in earnest; before every restart a pause as short as before the first.
+CONFIG = {"hung_after_s": 5.0, "max_losses": 10_000, "max_restart_delay_s": 0.5, "integrity_checks": True}
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """p50, p99 and the largest (nearest rank)."""
+    ordered = sorted(round(value, 3) for value in values)
+    rank = {name: ordered[max(0, math.ceil(share * len(ordered)) - 1)] for name, share in (("p50", 0.5), ("p99", 0.99))}
+    return {**rank, "max": ordered[-1]}
+
+
+def attack_repeatedly(load: Load, url: str, name: str, repeats: int, idle: bool = False) -> dict[str, Any]:
+    """One row of the matrix."""
+    begin, recoveries = time.monotonic(), list[Recovery]()
+    for _ in range(repeats):
+        if idle:
+            load.pause()
+        wait_for_mode(url, lambda mode: mode != "off", time.monotonic())
+        recoveries.append(strike(url, STRIKES[name]))
+        if idle:
+            load.resume()
+        print(f"  {name}: {recoveries[-1]}", flush=True)
+    seen = load.since(begin)
+    errors = sorted({answer.error for answer in seen if answer.error})
+    return {
+        "fault": f"{name}, idle" if idle else name,
+        "repeats": repeats,
+        "detected_s": percentiles([recovery.detected_s for recovery in recoveries]),
+        "recovered_s": percentiles([recovery.recovered_s for recovery in recoveries]),
+        "engine_load_s": percentiles([recovery.load_s for recovery in recoveries]),
+        "requests": len(seen),
+        "failed_or_different": sum(answer.error is not None for answer in seen),
+        "errors": errors[:5],
+        "request_s": percentiles([answer.seconds for answer in seen]) if seen else None,
+    }
+
+
+def run_losses(repeats: int, concurrency: int, log: Path) -> dict[str, Any]:
+    """The first part; needs a machine for one server and one engine, one after the other."""
+    answers = plain_answers()
+    flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, *PSD_FLAGS, "--psd-config", json.dumps(CONFIG)]
+    with ServerProcess(flags, log, environment=ENVIRONMENT) as server:
+        server.wait_ready(START_TIMEOUT_S)
+        load = Load(server.url, answers, concurrency)
+        # What one request takes while nothing happens.
+        while len(load.done) < 4 * concurrency:
+            time.sleep(0.1)
+        quiet = percentiles([answer.seconds for answer in load.done])
+        rows = [attack_repeatedly(load, server.url, name, repeats) for name in STRIKES]
+        rows.append(attack_repeatedly(load, server.url, "SIGKILL", repeats, idle=True))
+        load.stop()
+        health = drafter_of(server.url).is_running()
+    return {
+        "concurrency": concurrency,
+        "config": CONFIG,
+        "quiet_request_s": quiet,
+        "drafter_runs": health,
+        "rows": rows,
+    }
+
+
+def run_wire(seeds: int) -> list[dict[str, Any]]:
+    """The second part; in this process and its forks."""
+    from tests.models import build_models
+    from tests.rig.fork import run_forked
+    from tests.rig.oracle import Oracle
+    from tests.rig.preload import preload
+    from tests.rig.proxy import FAULTS
+    from tests.rig.test_faults import LENGTH, PROMPTS, run_on_a_bad_wire
+
+    preload()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        models = build_models(Path(folder))
+        truth = [ids[:LENGTH] for ids in Oracle(run_forked, models).greedy(PROMPTS)] * 2
+        for name in FAULTS:
+            runs = [run_forked(run_on_a_bad_wire, models, name, "overlapped", seed) for seed in range(seeds)]
+            rows.append(
+                {
+                    "fault": name,
+                    "runs": seeds,
+                    "frames_harmed": sum(run.harmed for run in runs),
+                    "requests": sum(len(run.outputs) for run in runs),
+                    "failed_or_different": sum(
+                        output.ids != ids for run in runs for output, ids in zip(run.outputs, truth)
+                    ),
+                    "drafters_lost": sum(run.report["drafter"]["restarts"] for run in runs),
+                    "agreed_s": percentiles([round(run.agreed_s, 3) for run in runs]),
+                }
+            )
+            print(f"  {json.dumps(rows[-1])}", flush=True)
+    return rows
+
+
+def run_starts() -> list[dict[str, Any]]:
+    """The third part."""
+    rows = []
+    for name, (obstacle, needle) in STARTS.items():
+        with obstacle() as (flags, port, environment):
+            rows.append({"fault": name, **asdict(try_start(flags, port, environment, needle))})
+        print(f"  {json.dumps(rows[-1])}", flush=True)
+    return rows
+
+
+def main() -> int:
+    """Run the chosen parts, write JSON; exit status 1 when a request failed or a start left something behind."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="attacks of each kind (default 5)")
+    parser.add_argument("--concurrency", type=int, default=8, help="clients (default 8)")
+    parser.add_argument("--parts", nargs="+", default=["losses", "wire", "starts"])
+    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir(), "psd-faults.log"))
+    parser.add_argument("--out", type=Path, help="write the figures there as JSON; other parts in it are kept")
+    given = parser.parse_args()
+    found: dict[str, Any] = {}
+    if "losses" in given.parts:
+        found["losses"] = run_losses(given.repeats, given.concurrency, given.log)
+    if "wire" in given.parts:
+        found["wire"] = run_wire(given.repeats)
+    if "starts" in given.parts:
+        found["starts"] = run_starts()
+    stamp = {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "machine": machine(),
+    }
+    if given.out is not None:
+        known = json.loads(given.out.read_text()) if given.out.exists() else {}
+        parts = {name: {**stamp, "result": result} for name, result in found.items()}
+        given.out.write_text(json.dumps({**known, **parts}, indent=1) + "\n")
+    rows = [*found.get("losses", {}).get("rows", []), *found.get("wire", [])]
+    bad_starts = [row for row in found.get("starts", []) if not row["exit_code"] or row["processes_left"]]
+    return 1 if bad_starts or any(row["failed_or_different"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the fault and soak scripts share: load on a server, and attacks on its drafter."""

@@ -1,0 +1,116 @@
+"""Clients that never stop asking and compare every greedy answer with plain SGLang's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.flags import ENVIRONMENT
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUEST_TIMEOUT_S = 300
+
+
+def plain_answers() -> list[dict[str, Any]]:
+    """Prompt and token ids of each answer of an Engine without PSD (``tests/e2e/engine_plain.py``)."""
+    command = [sys.executable, str(ROOT / "tests/e2e/engine_plain.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, check=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])["answers"]
+
+
+def get_json(url: str) -> dict[str, Any]:
+    """GET an object."""
+    with urllib.request.urlopen(url, timeout=REQUEST_TIMEOUT_S) as answer:
+        return json.load(answer)
+
+
+def psd_section(url: str) -> dict[str, Any]:
+    """The ``psd`` part of ``/server_info``."""
+    return get_json(url + "/server_info")["internal_states"][0]["psd"]
+
+
+@dataclass
+class Answer:
+    """One request: when it began, how long it took (seconds), what went wrong if anything did."""
+
+    started_s: float
+    seconds: float
+    error: str | None
+
+
+@dataclass
+class Load:
+    """``concurrency`` clients in threads.
+
+    Parameters
+    ----------
+    url : str
+    answers : list of dict
+        From ``plain_answers``.
+    concurrency : int
+    """
+
+    url: str
+    answers: list[dict[str, Any]]
+    concurrency: int
+    done: list[Answer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._numbers = itertools.count()
+        self._running = threading.Event()
+        self._ended = threading.Event()
+        self._idle = threading.Barrier(self.concurrency + 1)
+        self._threads = [threading.Thread(target=self._client, daemon=True) for _ in range(self.concurrency)]
+        self._running.set()
+        for thread in self._threads:
+            thread.start()
+
+    def _client(self) -> None:
+        while not self._ended.is_set():
+            if not self._running.is_set():
+                self._idle.wait()
+                self._running.wait()
+            self._ask(self.answers[next(self._numbers) % len(self.answers)])
+
+    def _ask(self, expected: dict[str, Any]) -> None:
+        length = len(expected["ids"])
+        # Deaf to the end of text like nothing else here: the plain answer ended by itself or at this length.
+        body = {"text": expected["prompt"], "sampling_params": {"temperature": 0, "max_new_tokens": max(1, length)}}
+        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        started, error = time.monotonic(), None
+        try:
+            request = urllib.request.Request(self.url + "/generate", data, headers)
+            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
+                if json.load(answer)["output_ids"] != expected["ids"]:
+                    error = "another text"
+        except (urllib.error.URLError, OSError, ValueError, KeyError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        self.done.append(Answer(started, time.monotonic() - started, error))
+
+    def pause(self) -> None:
+        """Let every client finish its request and wait; returns when the server has none."""
+        self._running.clear()
+        self._idle.wait()
+
+    def resume(self) -> None:
+        """Go on after ``pause``."""
+        self._running.set()
+
+    def stop(self) -> None:
+        """End all clients after their current request."""
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def since(self, begin_s: float) -> list[Answer]:
+        """Requests that were running at ``begin_s`` (``time.monotonic``) or began later."""
+        return [answer for answer in self.done if answer.started_s + answer.seconds >= begin_s]

@@ -1,0 +1,126 @@
+"""Servers that cannot start: what the user sees, and what is left behind."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
+from sglang_psd.server_process import free_port
+from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, PSD_FLAGS
+
+EXIT_TIMEOUT_S = 300.0
+GONE_WITHIN_S = 20.0
+
+
+@dataclass
+class FailedStart:
+    """One attempt.
+
+    Attributes
+    ----------
+    exit_code : int
+    seconds : float
+        From the command to its end.
+    sentence : str
+        The line of the log that says why.
+    processes_left : int
+        Of all processes that belonged to the server.
+    """
+
+    exit_code: int
+    seconds: float
+    sentence: str
+    processes_left: int
+
+
+def try_start(flags: list[str], port: int, environment: dict[str, str], needle: str) -> FailedStart:
+    """Run a server that is bound to fail; ``needle`` marks the sentence in its log."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(TINY_TARGET), *BASE_FLAGS, *flags]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    started, seen = time.monotonic(), {}
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        launcher = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        while launcher.poll() is None:
+            if time.monotonic() - started > EXIT_TIMEOUT_S:
+                break
+            try:
+                seen.update({p.pid: p for p in psutil.Process(launcher.pid).children(recursive=True)})
+            except psutil.NoSuchProcess:
+                pass
+            time.sleep(0.1)
+        seconds = time.monotonic() - started
+        _, left = psutil.wait_procs(list(seen.values()), timeout=GONE_WITHIN_S)
+        left = [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+        for process in left:
+            process.kill()
+        if launcher.poll() is None:
+            launcher.kill()
+        code = launcher.wait()
+        log.seek(0)
+        lines = [line.strip() for line in log if needle in line]
+    return FailedStart(code, round(seconds, 1), lines[-1][-400:] if lines else "", len(left))
+
+
+@contextmanager
+def broken_draft() -> Iterator[tuple[list[str], int, dict[str, str]]]:
+    """A checkpoint without weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            Path(folder, name).write_bytes(Path(TINY_DRAFT, name).read_bytes())
+        flags = [folder if flag == str(TINY_DRAFT) else flag for flag in PSD_FLAGS]
+        yield flags, free_port(), ENVIRONMENT
+
+
+@contextmanager
+def taken_port() -> Iterator[tuple[list[str], int, dict[str, str]]]:
+    """Somebody else listens on the HTTP port."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield PSD_FLAGS, other.getsockname()[1], ENVIRONMENT
+
+
+@contextmanager
+def removed_socket() -> Iterator[tuple[list[str], int, dict[str, str]]]:
+    """Somebody tidies up TMPDIR while the drafter loads."""
+    ended = threading.Event()
+
+    def tidy_up(folder: str) -> None:
+        while not ended.wait(0.05):
+            for path in Path(folder).glob("sglang-psd-*/*"):
+                if path.is_socket():
+                    path.unlink(missing_ok=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        thread = threading.Thread(target=tidy_up, args=(folder,))
+        thread.start()
+        try:
+            yield PSD_FLAGS, free_port(), {**ENVIRONMENT, "TMPDIR": folder}
+        finally:
+            ended.set()
+            thread.join()
+
+
+@contextmanager
+def unwritable_trace() -> Iterator[tuple[list[str], int, dict[str, str]]]:
+    """The trace's folder does not exist."""
+    yield [*PSD_FLAGS, "--psd-trace", "/no/such/folder/trace.jsonl"], free_port(), ENVIRONMENT
+
+
+STARTS: dict[str, tuple[Callable, str]] = {
+    "drafter cannot load": (broken_draft, "DrafterStartError"),
+    "HTTP port taken": (taken_port, "address already in use"),
+    "socket file removed while loading": (removed_socket, "socket file"),
+    "trace cannot be written": (unwritable_trace, "--psd-trace"),
+}

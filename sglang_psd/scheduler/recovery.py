@@ -1,0 +1,80 @@
+"""From a drafter that is lost, hung or useless back to drafting, or to the decision to go on without."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang_psd.scheduler.acceptance_watch import AcceptanceWatch, Verdict
+from sglang_psd.scheduler.supervisor import DrafterSupervisor
+from sglang_psd.telemetry.metrics import DrafterMetrics
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler as _Base
+
+    from sglang_psd.drafter.process import DrafterProcess
+    from sglang_psd.scheduler.drafts import DraftClient
+else:
+    _Base = object
+
+logger = logging.getLogger(__name__)
+
+
+class RecoveryMixin(_Base):
+    """Looks after the drafter once a turn; on rank 0 only, and without ever waiting."""
+
+    psd_client: DraftClient | None
+    psd_process: DrafterProcess | None
+    psd_supervisor: DrafterSupervisor | None = None
+    psd_watch: AcceptanceWatch | None = None
+    psd_metrics: DrafterMetrics | None = None
+
+    def _psd_start_recovery(self) -> None:
+        """The first drafter is up: look after it from now on."""
+        config = self.psd
+        self.psd_supervisor = DrafterSupervisor(
+            self._psd_launch_drafter, config.start_timeout_s, config.max_losses, config.max_restart_delay_s
+        )
+        self.psd_watch = AcceptanceWatch(config.acceptance_floor)
+        if self.server_args.enable_metrics:
+            self.psd_metrics = DrafterMetrics(self.server_args.served_model_name)
+
+    def _psd_supervise(self) -> None:
+        """Notice a lost drafter, and take on its successor; requests are opened there as they come by."""
+        client, supervisor, process = self.psd_client, self.psd_supervisor, self.psd_process
+        if client is None or supervisor is None or process is None:
+            return
+        client.tend()
+        if self.psd_metrics is not None:
+            self.psd_metrics.set_drafting(client.drafting)
+        if not client.usable and supervisor.state == "up":
+            if self.psd_metrics is not None:
+                self.psd_metrics.count_loss()
+            process.abandon()
+            if self.psd.restart:
+                supervisor.lost()
+            else:
+                supervisor.give_up("the drafter is lost, and 'restart' in --psd-config is false")
+        successor = supervisor.tick()
+        if successor is not None:
+            self._psd_adopt(successor)
+
+    def _psd_watch_acceptance(self, verified: int, accepted: int) -> None:
+        """Count a round's drafts; act when they have become worthless."""
+        client, watch, supervisor = self.psd_client, self.psd_watch, self.psd_supervisor
+        if client is None or watch is None or supervisor is None:
+            return
+        verdict = watch.add(verified, accepted)
+        if verdict is Verdict.REOPEN:
+            logger.warning(
+                "PSD: the accept rate fell from %.3f to %.3f; all requests are handed to the drafter again.",
+                watch.usual,
+                watch.latest,
+            )
+            client.reset()
+        elif verdict is Verdict.OFF:
+            reason = f"the accept rate stays at {watch.latest:.3f}, where {watch.usual:.3f} is usual"
+            client.give_up(reason)
+            supervisor.give_up(f"{reason} ('acceptance_floor': 0 in --psd-config would keep it on)")
+            if self.psd_process is not None:
+                self.psd_process.abandon()
