@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +16,15 @@ from sglang_psd.errors import ProtocolError, UnsendableError
 # Rounds in flight are few; a queue this long only fills when the peer is stuck.
 QUEUE_MESSAGES = 4096
 MAX_MESSAGE_BYTES = 256 << 20
+# A process that sleeps is woken late, by 0.1 ms and more: where cores are plenty, look again and again for the length
+# of a round before going to sleep.
+SPIN_S = 0.05
+SPIN_CORES = 8
+
+
+def spin_time(device: str) -> float:
+    """Seconds worth spinning beside a model on ``device``; 0 where the model itself needs the cores."""
+    return SPIN_S if device.startswith("cuda") and (os.cpu_count() or 1) >= SPIN_CORES else 0.0
 
 
 class Channel:
@@ -28,6 +38,8 @@ class Channel:
         The scheduler binds, the drafter connects.
     keys : CurveKeys, optional
         Needed for every address but ``ipc://`` and loopback.
+    spin_s : float
+        How long ``receive`` looks for a message before it sleeps.
 
     Raises
     ------
@@ -35,9 +47,10 @@ class Channel:
         Others could reach the address, and no key protects it.
     """
 
-    def __init__(self, endpoint: str, *, bind: bool, keys: CurveKeys | None = None):
+    def __init__(self, endpoint: str, *, bind: bool, keys: CurveKeys | None = None, spin_s: float = 0.0):
         check_endpoint(endpoint, keys)
         self.endpoint = endpoint
+        self.spin_s = spin_s
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -82,11 +95,17 @@ class Channel:
 
     def receive(self, timeout_s: float) -> Message | None:
         """Next message, or None when none came within ``timeout_s`` seconds."""
-        try:
-            return decode(self._socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            pass
-        if timeout_s <= 0 or not self._socket.poll(max(1, int(timeout_s * 1e3))):
+        started = time.monotonic()
+        while True:
+            try:
+                return decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                waited = time.monotonic() - started
+            if waited >= timeout_s:
+                return None
+            if waited >= self.spin_s:
+                break
+        if not self._socket.poll(max(1, math.ceil((timeout_s - waited) * 1e3))):
             return None
         return decode(self._socket.recv(zmq.NOBLOCK))
 

@@ -15,7 +15,7 @@ import msgspec
 from sglang_psd.channel.endpoints import PrivateEndpoint
 from sglang_psd.channel.messages import SCHEMA_VERSION, Failure, Hello, Message, Shutdown
 from sglang_psd.channel.pulse import PulseReader
-from sglang_psd.channel.transport import Channel
+from sglang_psd.channel.transport import Channel, spin_time
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.errors import DrafterStartError, ProtocolError
 
@@ -52,7 +52,7 @@ class DrafterProcess:
 
     def _open_sockets(self) -> None:
         """The child connects whenever they are there."""
-        self.channel = Channel(self._endpoint.address, bind=True)
+        self.channel = Channel(self._endpoint.address, bind=True, spin_s=spin_time(self.spec.device))
         self.pulse = PulseReader(self._endpoint.pulse_address)
 
     def _spawn(self, visible_device: str | None) -> subprocess.Popen:

@@ -24,7 +24,7 @@ from sglang_psd.channel.messages import (
     Shutdown,
 )
 from sglang_psd.channel.pulse import PulseSender
-from sglang_psd.channel.transport import Channel
+from sglang_psd.channel.transport import Channel, spin_time
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.errors import ProtocolError
 
@@ -156,7 +156,7 @@ def main(argv: list[str]) -> int:
         setproctitle.setproctitle("sglang_psd::drafter")
     except ImportError:
         pass
-    channel = Channel(spec.endpoint, bind=False)
+    channel = Channel(spec.endpoint, bind=False, spin_s=spin_time(spec.device))
     PulseSender(spec.pulse_endpoint)
     try:
         if spec.schema_version != SCHEMA_VERSION:

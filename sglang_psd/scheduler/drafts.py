@@ -203,7 +203,7 @@ class DraftClient:
             if left <= 0 or self._vitals.silent:
                 return
             if watch is not None and watch():
-                if not self._receive_one(0.0):
+                if not self._receive_one(0.0) and not self._link.spins:
                     time.sleep(WATCH_SLICE_S)
             elif not self._receive_one(min(left, ALIVE_SLICE_S)) and not self._link.alive():
                 self._fail("its process has ended")

@@ -33,6 +33,11 @@ class DrafterLink:
         """Whether the process runs."""
         return self._process.alive()
 
+    @property
+    def spins(self) -> bool:
+        """Whether this side has a core to wait with."""
+        return self._process.channel.spin_s > 0
+
     def send(self, message: Message) -> bool:
         """Queue a message, without waiting; False when it did not go. A full queue means that the drafter is lost."""
         if self.failure is not None:

@@ -28,6 +28,7 @@ class FakeChannel:
         self.sent: list[m.Message] = []
         self.inbox: deque = deque()
         self.full = False
+        self.spin_s = 0.0
 
     def send(self, message: m.Message) -> None:
         if self.full:

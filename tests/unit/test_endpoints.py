@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -121,6 +122,30 @@ def test_nothing_on_either_side_unpickles() -> None:
             elif isinstance(node, ast.Attribute):
                 names = [node.attr]
             assert not {"pickle", "marshal", "dill", "recv_pyobj", "send_pyobj"}.intersection(names), path
+
+
+def test_a_spinning_reader_sees_what_comes_early_and_late(endpoint) -> None:
+    reader = Channel(endpoint.address, bind=True, spin_s=0.05)
+    sender = Channel(endpoint.address, bind=False)
+    try:
+        for delay_s in (0.0, 0.02, 0.2):
+            timer = threading.Timer(delay_s, lambda: sender.send_patiently(m.Ping(7), 0.05, lambda: True))
+            timer.start()
+            assert reader.receive(10.0) == m.Ping(7)
+            timer.join()
+        started = time.monotonic()
+        assert reader.receive(0.1) is None
+        assert time.monotonic() - started >= 0.1
+    finally:
+        reader.close()
+        sender.close()
+
+
+def test_only_a_gpu_host_with_many_cores_spins(monkeypatch) -> None:
+    monkeypatch.setattr(transport.os, "cpu_count", lambda: 16)
+    assert transport.spin_time("cuda") > 0 == transport.spin_time("cpu")
+    monkeypatch.setattr(transport.os, "cpu_count", lambda: 2)
+    assert transport.spin_time("cuda") == 0
 
 
 # --- size ----------------------------------------------------------------------------------------
