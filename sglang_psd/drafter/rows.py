@@ -40,10 +40,11 @@ class DraftState:
         until it is opened again. A row that came twice is taken once.
         """
         if len(self.tokens) == base_len and self.tokens[base_len - len(new_tokens) :] == list(new_tokens):
-            return True
+            new_tokens = ()
         if len(self.tokens) + len(new_tokens) != base_len:
             return False
         self.tokens.extend(new_tokens)
+        # A row taken before may have been drafted for: what was fed beyond it goes, too.
         self._drop_contradicted(len(self.tokens) - len(new_tokens))
         return True
 

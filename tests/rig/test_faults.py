@@ -310,6 +310,8 @@ def test_a_bad_wire(run_case, models, oracle, name, loop) -> None:
     assert outcome.harmed > 5, "the wire was good"
     assert_prefixes(outcome.outputs, [LENGTH] * 18, oracle.greedy(PROMPTS) * 2)
     assert outcome.drafts > 150 and outcome.report["mode"] == "parallel"
+    # A bad wire is no reason to lose a drafter; a changed byte may happen to say that it has failed.
+    assert name == "corrupted" or outcome.report["drafter"]["restarts"] == 0
 
 
 # --- around it -----------------------------------------------------------------------------------

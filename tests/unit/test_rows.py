@@ -59,8 +59,10 @@ def test_rejection_leaves_one() -> None:
 
 def test_a_row_that_comes_twice_is_taken_once() -> None:
     state = DraftState("r", GREEDY, [1, 2, 3])
-    assert state.commit([4, 5], 5) and state.commit([4, 5], 5)
-    assert state.tokens == [1, 2, 3, 4, 5]
+    assert state.commit([4, 5], 5)
+    state.fed = [1, 2, 3, 4, 5, 8, 9]  # drafts 8, 9 and one more were made for it
+    assert state.commit([4, 5], 5)
+    assert state.tokens == [1, 2, 3, 4, 5] and state.fed == [1, 2, 3, 4]
     assert not state.commit([9, 9], 5), "another row of that length"
     assert not state.commit([4, 5], 6)
     assert state.tokens == [1, 2, 3, 4, 5]
