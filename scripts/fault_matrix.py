@@ -34,6 +34,7 @@ from sglang_psd.resources import TINY_TARGET
 from sglang_psd.server_process import ServerProcess
 from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, PSD_FLAGS
 
+PARTS = ("losses", "wire", "starts")
 START_TIMEOUT_S = 600.0
 # A hung drafter is given up after less than the default 20 s, so that a matrix takes minutes; more losses than anybody
 # allows in earnest; before every restart a pause as short as before the first.
@@ -145,26 +146,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="attacks of each kind (default 5)")
     parser.add_argument("--concurrency", type=int, default=8, help="clients (default 8)")
-    parser.add_argument("--parts", nargs="+", default=["losses", "wire", "starts"])
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir(), "psd-faults.log"))
     parser.add_argument("--out", type=Path, help="write the figures there as JSON; other parts in it are kept")
     given = parser.parse_args()
-    found: dict[str, Any] = {}
-    if "losses" in given.parts:
-        found["losses"] = run_losses(given.repeats, given.concurrency, given.log)
-    if "wire" in given.parts:
-        found["wire"] = run_wire(given.repeats)
-    if "starts" in given.parts:
-        found["starts"] = run_starts()
     stamp = {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "machine": machine(),
     }
-    if given.out is not None:
-        known = json.loads(given.out.read_text()) if given.out.exists() else {}
-        parts = {name: {**stamp, "result": result} for name, result in found.items()}
-        given.out.write_text(json.dumps({**known, **parts}, indent=1) + "\n")
+    runs = {
+        "losses": lambda: run_losses(given.repeats, given.concurrency, given.log),
+        "wire": lambda: run_wire(given.repeats),
+        "starts": run_starts,
+    }
+    found: dict[str, Any] = {}
+    for part in given.parts:
+        found[part] = runs[part]()
+        if given.out is not None:
+            known = json.loads(given.out.read_text()) if given.out.exists() else {}
+            given.out.write_text(json.dumps({**known, part: {**stamp, "result": found[part]}}, indent=1) + "\n")
     rows = [*found.get("losses", {}).get("rows", []), *found.get("wire", [])]
     bad_starts = [row for row in found.get("starts", []) if not row["exit_code"] or row["processes_left"]]
     return 1 if bad_starts or any(row["failed_or_different"] for row in rows) else 0

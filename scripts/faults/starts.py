@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import tempfile
@@ -83,15 +82,6 @@ def broken_draft() -> Iterator[tuple[list[str], int, dict[str, str]]]:
 
 
 @contextmanager
-def taken_port() -> Iterator[tuple[list[str], int, dict[str, str]]]:
-    """Somebody else listens on the HTTP port."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        yield PSD_FLAGS, other.getsockname()[1], ENVIRONMENT
-
-
-@contextmanager
 def removed_socket() -> Iterator[tuple[list[str], int, dict[str, str]]]:
     """Somebody tidies up TMPDIR while the drafter loads."""
     ended = threading.Event()
@@ -120,7 +110,6 @@ def unwritable_trace() -> Iterator[tuple[list[str], int, dict[str, str]]]:
 
 STARTS: dict[str, tuple[Callable, str]] = {
     "drafter cannot load": (broken_draft, "DrafterStartError"),
-    "HTTP port taken": (taken_port, "address already in use"),
     "socket file removed while loading": (removed_socket, "socket file"),
     "trace cannot be written": (unwritable_trace, "--psd-trace"),
 }
