@@ -102,7 +102,7 @@ def endurance(result: dict[str, Any]) -> str:
     slope = result["rss_slope"]
     rows = [
         ["requests; aborted; wrong or failed", f"{result['requests']}; {result['aborted']}; {len(result['wrong'])}"],
-        ["retractions; of which by pause", f"{result['retractions']}; {result['pauses']} times everything"],
+        ["retractions; pauses that retracted everything", f"{result['retractions']}; {result['pauses']}"],
         ["attacks; noticed at the latest; drafting again", f"{len(strikes)}; {noticed[-1]} s; {mended[-1]} s"],
         ["held by either side when drained, at most", result["most_held_after_a_window"]],
         [
