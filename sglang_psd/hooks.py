@@ -6,6 +6,7 @@ Each hook has a file in ``patches/`` that says why it exists and what upstream c
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,6 +107,17 @@ def count_other_slots(result, adder, *args, **kwargs):
     count_elsewhere(adder)
 
 
+def lend_guidance_masks(result, backend, *args, **kwargs):
+    """Reasoning before a grammar asks the backend for its mask functions; llguidance has them on its grammars only."""
+    from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
+
+    if not hasattr(backend, "allocate_vocab_mask"):
+        # A method there, of grammars that know the same tokenizer.
+        backend.allocate_vocab_mask = functools.partial(GuidanceGrammar.allocate_vocab_mask, backend)
+        backend.move_vocab_mask = GuidanceGrammar.move_vocab_mask
+        backend.apply_vocab_mask = GuidanceGrammar.apply_vocab_mask
+
+
 def run_psd_loop(original, scheduler):
     """Run the two-slot loop where the scheduler serves PSD."""
     if getattr(scheduler, "psd", None) is None:
@@ -159,9 +171,16 @@ HOOKS: tuple[Hook, ...] = (
         _constant(exact_decode_reserve),
     ),
     Hook("admission", _SRT + "managers.schedule_policy.PrefillAdder.__init__", "AFTER", _constant(count_other_slots)),
+    Hook(
+        "guidance_masks",
+        _SRT + "constrained.llguidance_backend.GuidanceBackend.__init__",
+        "AFTER",
+        _constant(lend_guidance_masks),
+    ),
     Hook("serve_help", "sglang.cli.serve.serve", "IMPORT", None),
     Hook("kernel_loader", "sgl_kernel.load_utils._load_architecture_specific_ops", "IMPORT", None),
     Hook("cpu_grammar", _SRT + "constrained.xgrammar_backend._allocate_token_bitmask", "IMPORT", None),
+    Hook("cpu_pages", _SRT + "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend", "IMPORT", None),
     Hook("cpu_attention", _SRT + "layers.attention.attention_registry.create_torch_native_backend", "IMPORT", None),
 )
 

@@ -23,10 +23,11 @@ def cpu_only() -> bool:
 
 
 def install() -> None:
-    """Define CPU operators and the verifying attention backend (call on CPU-only machines)."""
-    from sglang_psd.cpu import attention, ops
+    """Define CPU operators, paged allocation and the verifying attention backend (call on CPU-only machines)."""
+    from sglang_psd.cpu import attention, ops, pages
 
     ops.install()
+    pages.install()
     attention.install()
     share_cores()
 
@@ -47,8 +48,8 @@ def share_cores() -> None:
 def fill_server_args(args: ServerArgs) -> None:
     """Give unset arguments the values that work without a GPU.
 
-    Exact arithmetic is the point of the CPU path, so ``dtype="auto"`` becomes float32. The paged
-    allocator and CUDA graphs need a GPU: page size 1 and eager execution are the only choice.
+    Exact arithmetic is the point of the CPU path, so ``dtype="auto"`` becomes float32. CUDA graphs need a GPU:
+    eager execution is the only choice.
     """
     if args.device not in (None, "cpu"):
         return
