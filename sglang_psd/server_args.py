@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
@@ -32,6 +33,12 @@ def check_draft_path(path: str | None) -> None:
         raise PSDConfigError(
             f"--speculative-draft-model-path {path!r} is no folder with a model's config.json; name a draft checkpoint."
         )
+
+
+def keep_draft_quantization(args: Any) -> None:
+    """The draft keeps what its own checkpoint says; SGLang would give it the target's ``--quantization``."""
+    if args.speculative_draft_model_quantization is None:
+        args.speculative_draft_model_quantization = "unquant"
 
 
 @dataclasses.dataclass
@@ -110,6 +117,7 @@ class PSDServerArgs(ServerArgs):
                 self._step_aside()
             else:
                 check_draft_path(self.speculative_draft_model_path)
+                keep_draft_quantization(self)
         super().__post_init__()
 
     def psd(self) -> PSDConfig:

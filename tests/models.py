@@ -32,7 +32,7 @@ SMALL_VOCAB_SIZE = 16
 CONTEXT_LEN = 512
 SHORT_CONTEXT_LEN = 64
 
-BOS, EOS = 1, 2
+BOS, EOS, THINK, THINK_END = 1, 2, 3, 4
 # What the generator puts before the bytes; D_tok rotates all that follows.
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<think>", "</think>")
 

@@ -10,16 +10,10 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.utils import broadcast_pyobj
 
 from sglang_psd.scheduler.answers import DraftAnswer, Taken
-from sglang_psd.scheduler.commits import (
-    commit_row,
-    may_end_with,
-    remaining_tokens,
-    sequence_len,
-    settled_len,
-    wire_sampling,
-)
+from sglang_psd.scheduler.commits import commit_row, sequence_len, wire_sampling
 from sglang_psd.scheduler.drafts import DraftClient
 from sglang_psd.scheduler.slot import InFlight
+from sglang_psd.scheduler.stops import end_of_text, may_end_with, remaining_tokens, settled_len
 from sglang_psd.scheduler.vitals import Vitals
 from sglang_psd.target.requests import default_seed, needs_plain_step
 
@@ -84,12 +78,22 @@ class DraftingMixin(_Base):
         flight.tokens = self._psd_new_tokens(flight)
         if flight.taken is None:
             return
-        lengths = flight.result.accept_lens
-        for i, (req, tokens) in enumerate(zip(flight.batch.reqs, flight.tokens)):
-            if len(tokens) > 1:
-                length = settled_len(req, tokens)
-                lengths[i] = length
-                del tokens[length:]
+        # A view: SGLang reads the same memory.
+        reqs, lengths = flight.batch.reqs, flight.result.accept_lens.numpy()
+        for i, (req, tokens) in enumerate(zip(reqs, flight.tokens)):
+            lengths[i] = settled_len(req, tokens)
+        # Grammars move on now, over what is left; SGLang's book-keeping finds that done.
+        self.batch_result_processor.advance_grammar_fsm(flight.result, flight.batch)
+        retained = flight.result.grammar_retained_tokens
+        for i, (req, tokens) in enumerate(zip(reqs, flight.tokens)):
+            legal = retained[i] if retained is not None else None
+            length = int(lengths[i]) if legal is None else len(legal)
+            length = end_of_text(req, tokens[:length])
+            # A token that its grammar refuses ends the request with an error; SGLang counts the round all the same.
+            lengths[i] = max(1, length)
+            del tokens[length:]
+            if legal is not None:
+                del legal[length:]
 
     def _psd_commit_early(self, flight: InFlight) -> float:
         """Send the tokens of requests that will certainly go on; the drafter starts while we book-keep."""
@@ -98,8 +102,7 @@ class DraftingMixin(_Base):
             return time.monotonic()
         rows = []
         for req, tokens in zip(flight.batch.reqs, flight.tokens):
-            # A grammar may end inside the chunk and drop its tail: SGLang's book-keeping has the last word there.
-            certain = tokens and req.grammar is None and not req.finished() and not may_end_with(req, tokens)
+            certain = tokens and not req.finished() and not may_end_with(req, tokens)
             if certain and client.is_open(req.rid):
                 rows.append(commit_row(req, tokens, counted=False))
                 flight.committed.add(req.rid)

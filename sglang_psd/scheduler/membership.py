@@ -50,6 +50,13 @@ class MembershipMixin(_Base):
         share = admission_share(sizes, slot.index, len(self.waiting_queue))
         return min(allowed, self.max_running_requests - sum(sizes), share)
 
+    def _psd_cut(self, slot: Slot) -> int | None:
+        """How many requests ``slot`` may admit where others are left to the next slot; None where all fit here."""
+        sizes = [len(s.live_requests()) for s in self.psd_slots]
+        share = admission_share(sizes, slot.index, len(self.waiting_queue))
+        wanted = min(len(self.waiting_queue), self.max_running_requests - sum(sizes))
+        return share if share < wanted else None
+
     def update_running_batch(self, batch: ScheduleBatch):
         """Before SGLang retracts within one slot, let the other one give way."""
         slot = self._psd_planning
@@ -81,7 +88,9 @@ class MembershipMixin(_Base):
         self._add_request_to_queue(req, is_retracted=True)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False):
-        """A request that returns to the queue leaves the drafter; admission opens it again."""
+        """A request that returns to the queue leaves the drafter; admission opens it again. Bad ones end here."""
+        if self.psd is not None:
+            self._psd_refuse(req)
         if self.psd is not None and (is_retracted or req.is_retracted):
             self._psd_preempted.append(req.rid)
             if self.psd_client is not None:

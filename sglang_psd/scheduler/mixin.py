@@ -32,6 +32,7 @@ from sglang_psd.scheduler.membership import MembershipMixin
 from sglang_psd.scheduler.oversight import OversightMixin
 from sglang_psd.scheduler.records import RecordsMixin
 from sglang_psd.scheduler.recovery import RecoveryMixin
+from sglang_psd.scheduler.refusals import RefusalsMixin
 from sglang_psd.scheduler.slot import EmptyView, InFlight, Slot, UnionView
 from sglang_psd.scheduler.slots import next_turn
 from sglang_psd.scheduler.timing import ForwardTimer
@@ -48,7 +49,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, OversightMixin, RecordsMixin):
+class PSDSchedulerMixin(
+    MembershipMixin, DraftingMixin, RecoveryMixin, OversightMixin, RecordsMixin, RefusalsMixin
+):
     """Overrides for ``sglang.srt.managers.scheduler.Scheduler``; inert unless the algorithm is PSD.
 
     Attributes
@@ -78,6 +81,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
         self.psd_stats = PSDStats()
         self.psd_turn = 0
         self._psd_preempted = []
+        self._psd_refused = {}
         process = self._psd_spawn_drafter() if self.ps.tp_rank == 0 else None
         super().init_model_worker()
         if process is not None:
@@ -187,7 +191,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
         self._psd_enter(slot)
         self._psd_planning = slot
         slot.running.batch_is_full = False
-        room.set_elsewhere([r for s in self.psd_slots if s is not slot for r in s.live_requests()])
+        room.set_elsewhere([r for s in self.psd_slots if s is not slot for r in s.live_requests()], self._psd_cut(slot))
         try:
             plan = self.get_next_batch_to_run(running_batch=slot.running, last_batch=slot.last)
         finally:

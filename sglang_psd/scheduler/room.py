@@ -7,23 +7,62 @@ slot that runs out of memory has to be able to retract from the other one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-# Requests of the other slots while one slot plans; read by the hook on PrefillAdder.
-_elsewhere: list[Req] = []
+
+@dataclass
+class Elsewhere:
+    """What the slot that plans has to know of the other one; read by the hook on ``PrefillAdder``.
+
+    Attributes
+    ----------
+    reqs : list of Req
+        Requests that run there.
+    cut : int or None
+        How many requests this slot may admit before the rest is left to that one; None: as many as fit.
+    """
+
+    reqs: list[Req] = field(default_factory=list)
+    cut: int | None = None
 
 
-def set_elsewhere(reqs: Sequence[Req]) -> None:
-    """Tell the admission estimate which requests run in other slots."""
-    _elsewhere[:] = reqs
+_elsewhere = Elsewhere()
+
+
+def set_elsewhere(reqs: Sequence[Req], cut: int | None = None) -> None:
+    """Tell the admission estimate which requests run in other slots, and how many more may run there."""
+    _elsewhere.reqs, _elsewhere.cut = list(reqs), cut
 
 
 def count_elsewhere(adder) -> None:
-    """Add the other slots' future tokens to a fresh ``PrefillAdder`` (``schedule_policy.py``)."""
-    adder.rem_total_token_offset += sum(adder._get_running_request_total_token_offset(req) for req in _elsewhere)
+    """Make a fresh ``PrefillAdder`` (``schedule_policy.py``) see the other slots: their future tokens, their ranks."""
+    adder.rem_total_token_offset += sum(adder._get_running_request_total_token_offset(req) for req in _elsewhere.reqs)
+    if _elsewhere.reqs or _elsewhere.cut is not None:
+        others, cut = _elsewhere.reqs, _elsewhere.cut
+        preempt = adder.preempt_to_schedule
+        adder.preempt_to_schedule = lambda req, server_args: (
+            preempts_here(adder, others, cut, server_args) and preempt(req, server_args)
+        )
+
+
+def preempts_here(adder, others: Sequence[Req], cut: int | None, server_args) -> bool:
+    """Whether a request of higher priority may push one out of the planning slot.
+
+    Not where it will be admitted by the other slot, and not where that slot runs what SGLang would push out first.
+    """
+    if cut is not None and len(adder.can_run_list) >= cut:
+        return False
+    sign = 1 if server_args.schedule_low_priority_values_first else -1
+
+    def rank(req: Req) -> tuple[float, float]:
+        return -sign * req.priority, -req.time_stats.wait_queue_entry_time
+
+    own = [rank(req) for req in adder.running_batch.reqs if req not in adder.preempt_list and not req.finished()]
+    return bool(own) and all(min(own) <= rank(req) for req in others)
 
 
 def pick_victim(own: ScheduleBatch, other: ScheduleBatch, server_args) -> Req | None:

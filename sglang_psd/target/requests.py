@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,17 @@ def needs_plain_step(req: Req) -> bool:
     Custom logit processors. Such a request takes part in every round without drafts: one exact token per round.
     """
     return bool(req.custom_logit_processor)
+
+
+def end_custom_processors(reqs: Sequence[Req], message: str) -> None:
+    """Mark requests with custom logit processors as ending with an error."""
+    from http import HTTPStatus
+
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    for req in reqs:
+        if req.custom_logit_processor and req.to_finish is None:
+            req.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
 
 
 def has_penalties(req: Req) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,22 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from sglang_psd.target.acceptance import Filters, VerifyRows, accept_chain, filtered_probs, target_choice
 from sglang_psd.target.penalties import PenaltyRow, apply_penalties, count_tokens
-from sglang_psd.target.requests import default_seed, has_penalties, is_greedy, min_length_stops, seed_of
+from sglang_psd.target.requests import (
+    default_seed,
+    end_custom_processors,
+    has_penalties,
+    is_greedy,
+    min_length_stops,
+    seed_of,
+)
 from sglang_psd.transfer import to_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+logger = logging.getLogger(__name__)
 
 # Attribute of a request: its token counts on the device, and how many output tokens they cover.
 _COUNTS = "_psd_token_counts"
@@ -86,7 +96,7 @@ class ChunkSampler:
         apply_penalties(logits, drafts.tokens, self._penalty_rows(reqs, info.vocab_size))
         if batch.has_grammar:
             self._apply_grammars(reqs, info, logits, drafts.chain)
-        self._adjust_logits(info, logits)
+        self._adjust_logits(reqs, info, logits)
         filters = self._filters(reqs, info)
         uniforms = torch.from_numpy(self._random.random((len(reqs), chunk), dtype=np.float32))
         rows = VerifyRows(
@@ -144,7 +154,7 @@ class ChunkSampler:
         if mask is not None:
             mask.apply(logits.view(-1, logits.shape[-1]))
 
-    def _adjust_logits(self, info: SamplingBatchInfo, logits: torch.Tensor) -> None:
+    def _adjust_logits(self, reqs: list[Req], info: SamplingBatchInfo, logits: torch.Tensor) -> None:
         """SGLang's own adjustments, in place, as its sampler makes them.
 
         A bias is the same at every position. Custom processors are made for one position; requests that ask for
@@ -155,7 +165,13 @@ class ChunkSampler:
         if not info.has_custom_logit_processor:
             return
         first = logits[:, 0].contiguous()
-        self._runner.sampler._preprocess_logits(first, info)
+        try:
+            self._runner.sampler._preprocess_logits(first, info)
+        except Exception as error:
+            # It is the clients' code: its faults end their requests, not the server.
+            logger.exception("A custom logit processor failed.")
+            end_custom_processors(reqs, f"custom_logit_processor failed ({type(error).__name__}: {error}).")
+            return
         logits[:, 0] = first
 
     def _filters(self, reqs: list[Req], info: SamplingBatchInfo) -> Filters:
@@ -192,3 +208,9 @@ class ChunkSampler:
         """Fill ``next_token_logprobs`` and friends, one row of ``tokens.shape[1]`` entries per request."""
         index = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
         compute_spec_v2_logprobs(batch, output, tokens.reshape(-1), index, tokens.shape[1] - 1)
+        chosen = output.next_token_token_ids_logprobs_val
+        if chosen:
+            # A request without ``token_ids_logprob`` gets a list here, where SGLang's book-keeping expects a tensor.
+            output.next_token_token_ids_logprobs_val = [
+                row if torch.is_tensor(row) else torch.empty(0, dtype=torch.float32) for row in chosen
+            ]

@@ -26,10 +26,15 @@ from sglang_psd.target.verify_input import chain_verify_input
 from sglang_psd.transfer import to_device
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
 
 logger = logging.getLogger(__name__)
+
+TARGET_UPDATED = (
+    "Succeeded to update model weights of the target; the draft model keeps its own, which changes how many drafts are "
+    "accepted and nothing else."
+)
 
 
 class PSDWorker(BaseSpecWorker):
@@ -65,15 +70,30 @@ class PSDWorker(BaseSpecWorker):
 
     def update_weights_from_tensor(self, recv_req):
         """New weights are the target's: SGLang dispatches to the draft worker first."""
-        return self.target_worker.update_weights_from_tensor(recv_req)
+        success, message = self.target_worker.update_weights_from_tensor(recv_req)
+        return success, TARGET_UPDATED if success else message
 
     def update_weights_from_disk(self, recv_req):
         """Nothing to load here; the scheduler updates the target itself."""
-        return True, "Succeeded to update model weights."
+        return True, TARGET_UPDATED
 
     def update_weights_from_ipc(self, recv_req):
         """Nothing to load here; the scheduler updates the target itself."""
-        return True, "Succeeded to update model weights."
+        return True, TARGET_UPDATED
+
+    def prepare_for_kv_cache_release(self, req: Req) -> None:
+        """Give back the room for drafts of a finished request whose KV a streaming session keeps.
+
+        The session takes every slot up to the last token as filled (``sglang/srt/session/streaming_session.py``); that
+        token's own KV is not computed yet, and the slot behind it, reserved for drafts, holds a rejected one's.
+        """
+        if req.session is None or not req.session.streaming:
+            return
+        pool, allocator = self.target_worker.get_memory_pool()
+        start = -(-req.kv_committed_len // allocator.page_size) * allocator.page_size
+        if start < req.kv.kv_allocated_len:
+            allocator.free(pool.req_to_token[req.req_pool_idx, start : req.kv.kv_allocated_len].to(torch.int64))
+        req.kv.kv_allocated_len = min(req.kv.kv_allocated_len, req.kv_committed_len)
 
     def stage(self, fetch: Callable[[], Sequence[DraftRow | None]]) -> None:
         """Say where the drafts of the next verify come from, one entry per request of its batch.

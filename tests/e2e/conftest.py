@@ -1,7 +1,8 @@
 """Servers shared by the tests of the users' doors.
 
-Three processes start once per session: an Engine without speculation (the oracle), a server behind ``sglang serve`` and
-one behind ``python -m sglang.launch_server``. The last tests of the session end the servers the way users do.
+Four processes start once per session: an Engine without speculation (the oracle), a server behind ``sglang serve``, one
+behind ``python -m sglang.launch_server``, and one with a target whose tokens are bytes. The last tests of the session
+end the servers the way users do.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import pytest
 
 from sglang_psd.resources import TINY_TARGET, load_prompts
 from sglang_psd.server_process import ServerProcess
-from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, PSD_FLAGS, SERVE
+from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, ON_GPU, PSD_FLAGS, SERVE
 
 START_TIMEOUT_S = 420.0
 NUM_PROMPTS = 8
 MAX_TOKENS = 64
+BYTES_STEPS = 8
+BYTES_MAX_RUNNING = 10
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +77,23 @@ def launched(logs: Path) -> Iterator[ServerProcess]:
     server = ServerProcess(flags, logs / "launched.log", environment=ENVIRONMENT)
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def bytes_server(logs: Path, models: Path) -> Iterator[ServerProcess]:
+    """A PSD server whose target's tokens are bytes, ready; drafts are many a round and always right."""
+    if ON_GPU:
+        pytest.skip("the attention kernels of a GPU do not take heads of 16")
+    flags = ["--model-path", str(models / "T"), "--random-seed", "1", "--max-total-tokens", "8192"]
+    flags += ["--speculative-algorithm", "PSD", "--speculative-draft-model-path", str(models / "D_same")]
+    flags += ["--speculative-num-steps", str(BYTES_STEPS), "--max-running-requests", str(BYTES_MAX_RUNNING)]
+    flags += ["--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25", "--enable-custom-logit-processor"]
+    server = ServerProcess([*flags, "--enable-metrics"], logs / "bytes.log", environment=ENVIRONMENT)
+    try:
+        server.wait_ready(START_TIMEOUT_S)
+        yield server
+    finally:
+        server.stop()
 
 
 def warm_up(url: str, prompts: list[str]) -> None:

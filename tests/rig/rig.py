@@ -12,13 +12,14 @@ import json
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_psd.errors import DrafterStartError
 from tests.rig.drafter import ForkedDrafter
 from tests.rig.proxy import Fault
+from tests.rig.received import Output, Received, Recorder
 
 Sabotage = Callable[[], None]
 # Prompt, most new tokens, and what else ``Rig.submit`` takes.
@@ -32,34 +33,6 @@ RANDOM_SEED = 1234
 
 
 @dataclass
-class Output:
-    """What a client would have received for one request.
-
-    Attributes
-    ----------
-    ids : list of int
-        Output tokens through the stop, as SGLang reports them.
-    finish : dict or None
-        Finish reason; None while the request runs.
-    rounds, accepted : int
-        Verify forwards the request took part in; drafts accepted in them.
-    retractions, cached : int
-        Times retracted; prompt tokens found in the prefix cache.
-    logprobs, top_logprobs : list
-        Of the output tokens, where asked for.
-    """
-
-    ids: list[int]
-    finish: dict | None
-    rounds: int
-    accepted: int
-    retractions: int
-    cached: int
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
-
-
-@dataclass
 class Row:
     """One request in one verify: drafts it had, tokens it gained, and whether it ended there."""
 
@@ -67,17 +40,6 @@ class Row:
     drafts: int
     gained: int
     finished: bool
-
-
-@dataclass
-class Recorder:
-    """Takes the place of SGLang's sockets."""
-
-    sent: list[Any] = field(default_factory=list)
-
-    def send_output(self, output: Any, request: Any = None) -> None:
-        """Keep what would have been sent."""
-        self.sent.append(output)
 
 
 class Rig:
@@ -126,7 +88,7 @@ class Rig:
         self._sabotage = sabotage if isinstance(sabotage, list) else [sabotage]
         self._numbers = itertools.count()
         self._requests: dict[str, Any] = {}
-        self._logprobs: dict[str, tuple[list, list]] = {}
+        self._received: dict[str, Received] = {}
         self._dropped: set[str] = set()
         self.rows: list[list[Row]] = []
         self.drafter: ForkedDrafter | None = None
@@ -234,9 +196,13 @@ class Rig:
         rid: str | None = None,
         logprobs: bool = False,
         top_logprobs: int = 0,
+        fields: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> str:
-        """Send a request; greedy and deaf to end-of-text unless told otherwise. Returns its id."""
+        """Send a request; greedy and deaf to end-of-text unless told otherwise. Returns its id.
+
+        ``fields`` are further ones of ``TokenizedGenerateReqInput``.
+        """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -245,20 +211,19 @@ class Rig:
         params = SamplingParams(max_new_tokens=max_new_tokens, **{"temperature": 0.0, "ignore_eos": True, **sampling})
         params.normalize(self.tokenizer)
         params.verify(self.scheduler.model_config.vocab_size)
-        request = TokenizedGenerateReqInput(
-            rid=rid,
-            input_text=None,
-            input_ids=array("q", ids),
-            input_embeds=None,
-            mm_inputs=None,
-            token_type_ids=None,
-            sampling_params=params,
-            return_logprob=logprobs,
-            logprob_start_len=-1,
-            top_logprobs_num=top_logprobs,
-            token_ids_logprob=None,
-            stream=False,
-        )
+        parts = {
+            "input_text": None,
+            "input_embeds": None,
+            "mm_inputs": None,
+            "token_type_ids": None,
+            "return_logprob": logprobs,
+            "logprob_start_len": -1,
+            "top_logprobs_num": top_logprobs,
+            "token_ids_logprob": None,
+            "stream": False,
+            **(fields or {}),
+        }
+        request = TokenizedGenerateReqInput(rid=rid, input_ids=array("q", ids), sampling_params=params, **parts)
         self.scheduler.process_input_requests([request])
         # A constrained request waits for its grammar first.
         queues = [*self.scheduler.waiting_queue, *self.scheduler.grammar_manager.grammar_queue]
@@ -359,7 +324,6 @@ class Rig:
     def output(self, rid: str) -> Output:
         """What the client of ``rid`` has by now."""
         req = self._requests[rid]
-        values, tops = self._logprobs.get(rid, ([], []))
         return Output(
             ids=list(req.output_ids_through_stop),
             finish=self._finish_of(rid),
@@ -367,15 +331,14 @@ class Rig:
             accepted=req.spec_num_correct_drafts,
             retractions=req.retraction_count,
             cached=req.cached_tokens,
-            logprobs=values,
-            top_logprobs=tops,
+            **asdict(self._received.get(rid, Received())),
         )
 
     def forget(self) -> None:
         """Drop what is kept of ended requests, for tests with thousands of them."""
         assert not self.unfinished()
         self._requests.clear()
-        self._logprobs.clear()
+        self._received.clear()
         self.rows.clear()
 
     def outputs(self) -> dict[str, Output]:
@@ -389,22 +352,16 @@ class Rig:
         return {"type": "abort"} if rid in self._dropped else None
 
     def _read_sent(self) -> None:
-        """Go through the messages to the client: aborts of waiting requests, and log probabilities."""
+        """Go through the messages to the client: aborts of waiting requests, and what belongs to tokens."""
         from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput
 
         for message in self.sent:
             if isinstance(message, AbortReq):
                 self._dropped.add(message.rid)
-            elif isinstance(message, BatchTokenIDOutput) and message.output_token_logprobs_val is not None:
-                self._add_logprobs(message)
+            elif isinstance(message, BatchTokenIDOutput):
+                for i, rid in enumerate(message.rids):
+                    self._received.setdefault(rid, Received()).add(message, i)
         self.sent.clear()
-
-    def _add_logprobs(self, message: Any) -> None:
-        for i, rid in enumerate(message.rids):
-            values, tops = self._logprobs.setdefault(rid, ([], []))
-            values.extend(message.output_token_logprobs_val[i])
-            rows = zip(message.output_top_logprobs_val[i], message.output_top_logprobs_idx[i])
-            tops.extend([list(zip(val, idx)) for val, idx in rows if val is not None])
 
     def rounds_of(self, rid: str) -> list[Row]:
         """The rounds of one request, in order."""

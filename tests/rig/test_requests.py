@@ -1,131 +1,13 @@
-"""What a request asks for: stops, limits, log probabilities, penalties, bias. Always the plain server's answer."""
+"""Parameters of a request: penalties, bias, custom processors, neighbours of another kind. Always the plain answer."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.models import EOS
-from tests.rig.oracle import assert_prefixes, make_prompts
-from tests.rig.rig import Ask, Output, Rig
-
-LOOPS = ("synchronous", "overlapped")
-PROMPTS = make_prompts(8)
-
-
-def _together(
-    models: Path, draft: str, k: int, loop: str, asks: list[Ask], **server_args: Any
-) -> tuple[list[Output], list[list[int]]]:
-    with Rig(models, draft, k, loop=loop, **server_args) as rig:
-        rids = [rig.submit(ids, length, **options) for ids, length, options in asks]
-        rig.run_until_done()
-        rig.idle_check()
-        drafts = [[row.drafts for row in rig.rounds_of(rid)] for rid in rids]
-        return [rig.output(rid) for rid in rids], drafts
-
-
-def assert_same(found: list[Output], plain: list[Output], asks: list[Ask]) -> None:
-    """Tokens through the stop and finish reason."""
-    for ask, ours, theirs in zip(asks, found, plain, strict=True):
-        assert (ours.ids, ours.finish) == (theirs.ids, theirs.finish), f"{ask[1:]} differs"
-
-
-# --- stops ---------------------------------------------------------------------------------------
-
-
-def stop_token_asks(truth: list[list[int]]) -> list[Ask]:
-    """A stop at every place of a chunk, with limits before, at and after it."""
-    asks: list[Ask] = []
-    for prompt, text in zip(PROMPTS, truth):
-        for at in (0, 1, 2, 3, 4, 5, 9):
-            for length in (at, at + 1, at + 2, at + 4, 20):
-                if length:
-                    asks.append((prompt, length, {"stop_token_ids": [text[at]], "ignore_eos": False}))
-    return asks
-
-
-@pytest.mark.parametrize("draft", ["D_same", "D_mid"])
-def test_stop_tokens(run_case, models, oracle, draft) -> None:
-    asks = stop_token_asks(oracle.greedy(PROMPTS)[:3])
-    plain = oracle.outputs(asks)
-    assert {output.finish["type"] for output in plain if output.finish} == {"stop", "length"}
-    for k, loop in ((4, "synchronous"), (3, "overlapped")):
-        found, _ = run_case(_together, models, draft, k, loop, asks)
-        assert_same(found, plain, asks)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_end_of_text(run_case, models, oracle, loop) -> None:
-    """A bias makes the model end its text somewhere by itself."""
-    asks: list[Ask] = [
-        (ids, 40, {"ignore_eos": False, "logit_bias": {str(EOS): bias}}) for ids in PROMPTS for bias in (3.0, 6.0)
-    ]
-    plain = oracle.outputs(asks)
-    ended = [output for output in plain if output.finish and output.finish.get("matched") == EOS]
-    assert len(ended) > 4 and len({len(output.ids) for output in ended}) > 3
-    found, _ = run_case(_together, models, "D_mid", 4, loop, asks)
-    assert_same(found, plain, asks)
-
-
-def stop_string_asks(models: Path, truth: list[list[int]]) -> list[Ask]:
-    """Printable pieces of the text as stop strings, one and two tokens long, with limits around them."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(models / "T")
-    asks: list[Ask] = []
-    for prompt, text in zip(PROMPTS, truth):
-        for at in range(1, 14):
-            for width in (1, 2):
-                piece = tokenizer.decode(text[at : at + width])
-                if piece and piece.isascii() and piece.isprintable():
-                    for length in (at + width - 1, at + width, at + width + 1, 20):
-                        asks.append((prompt, length, {"stop": [piece], "ignore_eos": False}))
-    return asks
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("draft", ["D_same", "D_mid"])
-def test_stop_strings(run_case, models, oracle, draft, loop) -> None:
-    asks = stop_string_asks(models, oracle.greedy(PROMPTS))
-    assert len(asks) > 40
-    plain = oracle.outputs(asks)
-    found, _ = run_case(_together, models, draft, 4, loop, asks)
-    assert_same(found, plain, asks)
-
-
-@pytest.mark.parametrize("draft", ["D_same", "D_bad"])
-@pytest.mark.parametrize("k", [1, 5])
-def test_never_one_token_more(run_case, models, oracle, draft, k) -> None:
-    lengths = [1, 2, 3, 4, 5, 6, 7, 8]
-    asks: list[Ask] = [(ids, length, {}) for ids, length in zip(PROMPTS, lengths)]
-    found, _ = run_case(_together, models, draft, k, "overlapped", asks)
-    assert_prefixes(found, lengths, oracle.greedy(PROMPTS))
-
-
-# --- log probabilities ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("draft", ["D_same", "D_mid"])
-def test_logprobs(run_case, models, oracle, draft, loop) -> None:
-    """With and without, and with different numbers of alternatives, in one batch."""
-    wishes = [{"logprobs": True, "top_logprobs": n} for n in (0, 1, 5)] + [{}]
-    asks: list[Ask] = [(ids, 9 + i, wishes[i % 4]) for i, ids in enumerate(PROMPTS)]
-    asks += [(PROMPTS[0], 20, {"logprobs": True, "top_logprobs": 2, "stop_token_ids": [oracle.greedy(PROMPTS)[0][6]]})]
-    plain = oracle.outputs(asks)
-    found, _ = run_case(_together, models, draft, 4, loop, asks)
-    assert_same(found, plain, asks)
-    for (_, _, wish), ours, theirs in zip(asks, found, plain):
-        assert len(ours.logprobs) == (len(ours.ids) if "logprobs" in wish else 0)
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
-        assert len(ours.top_logprobs) == len(theirs.top_logprobs)
-        for row, plain_row in zip(ours.top_logprobs, theirs.top_logprobs):
-            assert len(row) == len(plain_row)
-            assert [value for value, _ in row] == pytest.approx([value for value, _ in plain_row], abs=1e-4)
-            assert [token for _, token in row] == [token for _, token in plain_row]
-
+from tests.rig.oracle import assert_prefixes
+from tests.rig.rig import Ask
+from tests.rig.together import LOOPS, PROMPTS, assert_same, plain, together
 
 # --- penalties, bias, other kinds in one batch ---------------------------------------------------
 
@@ -143,23 +25,23 @@ BIASED = [{"logit_bias": {"45": 6.0}}, {"logit_bias": {str(token): -100.0 for to
 @pytest.mark.parametrize("draft", ["D_same", "D_mid"])
 def test_penalties_and_bias(run_case, models, oracle, draft, loop) -> None:
     asks: list[Ask] = [(ids, 14 + 2 * i, options) for i, (ids, options) in enumerate(zip(PROMPTS, PENALISED + BIASED))]
-    plain = oracle.outputs(asks)
+    expected = oracle.outputs(asks)
     free = oracle.greedy(PROMPTS)
-    assert sum(output.ids != text[: len(output.ids)] for output, text in zip(plain, free)) >= 6, (
+    assert sum(output.ids != text[: len(output.ids)] for output, text in zip(expected, free)) >= 6, (
         "options without effect"
     )
-    found, drafts = run_case(_together, models, draft, 3, loop, asks)
-    assert_same(found, plain, asks)
+    found, drafts = run_case(together, models, draft, 3, loop, asks)
+    assert_same(found, expected, asks)
     assert all(rounds[0] > 0 for rounds in drafts), "a request ran without drafts"
 
 
 def test_penalties_survive_retraction(run_case, models, oracle) -> None:
     """Counts follow the request's output: a request that is retracted and read again goes on as if nothing had been."""
     asks: list[Ask] = [(ids, 40, {"frequency_penalty": 0.7, "repetition_penalty": 1.2}) for ids in PROMPTS[:9]]
-    found, _ = run_case(_together, models, "D_mid", 3, "overlapped", asks, max_total_tokens=170)
-    plain, _ = run_case(_together, models, "D_mid", 3, "overlapped", asks)
+    found, _ = run_case(together, models, "D_mid", 3, "overlapped", asks, max_total_tokens=170)
+    expected, _ = run_case(together, models, "D_mid", 3, "overlapped", asks)
     assert sum(output.retractions for output in found) > 0, "the pool was not small enough for this test"
-    assert_same(found, plain, asks)
+    assert_same(found, expected, asks)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -173,7 +55,7 @@ def test_greedy_beside_sampled(run_case, models, oracle, loop) -> None:
         {"temperature": 1.0, "sampling_seed": 7},
     ]
     asks: list[Ask] = [(ids, 24, kinds[i % 5]) for i, ids in enumerate(PROMPTS + PROMPTS)]
-    found, _ = run_case(_together, models, "D_mid", 3, loop, asks)
+    found, _ = run_case(together, models, "D_mid", 3, loop, asks)
     truth = oracle.greedy(PROMPTS + PROMPTS)
     for ask, output, text in zip(asks, found, truth):
         assert len(output.ids) == 24
@@ -181,37 +63,91 @@ def test_greedy_beside_sampled(run_case, models, oracle, loop) -> None:
             assert output.ids == text[:24]
 
 
-# --- structured output ---------------------------------------------------------------------------
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_bias_bans_and_forces(run_case, models, oracle, loop) -> None:
+    """The drafter, an equal model without the bias, always proposes the banned token; another bias in every row."""
+    banned = [
+        (ids, 32, {"logit_bias": {str(token): -100 for token in text[:4]}})
+        for ids, text in zip(PROMPTS[:4], oracle.greedy(PROMPTS))
+    ]
+    forced = [(ids, 12, {"logit_bias": {str(50 + i): 100}}) for i, ids in enumerate(PROMPTS[4:])]
+    asks: list[Ask] = [*banned, *forced]
+    found, drafts = run_case(together, models, "D_same", 4, loop, asks)
+    assert_same(found, oracle.outputs(asks), asks)
+    for (_, _, wish), output in zip(banned, found):
+        assert not {str(token) for token in output.ids} & wish["logit_bias"].keys()
+    assert [set(output.ids) for output in found[4:]] == [{50 + i} for i in range(4)]
+    assert all(rounds[0] > 0 for rounds in drafts)
+
+
+def test_temperature_zero_ignores_the_cuts(run_case, models, oracle) -> None:
+    """Greedy with top-p, top-k or min-p is greedy, beside sampled rows and alone; ``top_k`` 1 is as well."""
+    greedy = [{"top_p": 0.9}, {"top_k": 7}, {"min_p": 0.3}, {"temperature": 1.0, "top_k": 1}]
+    asks: list[Ask] = [(ids, 24, wish) for ids, wish in zip(PROMPTS, greedy)]
+    crowd: list[Ask] = [(ids, 24, {"temperature": 1.3}) for ids in PROMPTS]
+    truth = oracle.greedy(PROMPTS)
+    for others in ([], crowd):
+        found, _ = run_case(together, models, "D_mid", 3, "overlapped", [*asks, *others])
+        assert_prefixes(found[:4], [24] * 4, truth[:4])
+
+
+def test_many_answers_at_temperature_one(run_case, models) -> None:
+    """Fifty times the same prompt: nearly as many texts, also with ``top_k`` and no temperature."""
+    asks: list[Ask] = [(PROMPTS[0], 8, {"temperature": 1.0, "top_k": k}) for k in (2**30, 50) for _ in range(50)]
+    found, _ = run_case(together, models, "D_mid", 3, "overlapped", asks)
+    assert all(len({tuple(o.ids) for o in part}) > 40 for part in (found[:50], found[50:]))
+
+
+# --- code of the clients -------------------------------------------------------------------------
+
+
+def processors() -> dict[str, str]:
+    """Custom logit processors as a client sends them: pure, looking at the output so far, and broken."""
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    class Ban(CustomLogitProcessor):
+        def __call__(self, logits, custom_param_list=None):
+            for row, params in zip(logits, custom_param_list):
+                row[params["banned"]] = float("-inf")
+            return logits
+
+    class NoRepeats(CustomLogitProcessor):
+        def __call__(self, logits, custom_param_list=None):
+            for row, params in zip(logits, custom_param_list):
+                row[list(params["__req__"].output_ids)] = float("-inf")
+            return logits
+
+    class Broken(CustomLogitProcessor):
+        def __call__(self, logits, custom_param_list=None):
+            raise KeyError("nothing here")
+
+    return {cls.__name__: cls.to_str() for cls in (Ban, NoRepeats, Broken)}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize(
-    ("draft", "library"),
-    [("D_same", "llguidance"), ("D_same", "xgrammar"), ("D_mid", "xgrammar"), ("D_bad", "llguidance")],
-)
-def test_structured_output(run_case, models, draft, library, loop) -> None:
-    """Constrained requests are drafted too: a draft that breaks the grammar is a rejection, and the text is plain's."""
-    backend = {"grammar_backend": library}
-    constrained: list[Ask] = [
-        (PROMPTS[0], 20, {"regex": "[ab]{5}c", "ignore_eos": False}),
-        (PROMPTS[1], 20, {"regex": "[ab]{5}c", "ignore_eos": False, "temperature": 1.0, "sampling_seed": 5}),
-        (PROMPTS[2], 24, {"regex": "(yes|no|maybe)( (yes|no|maybe)){2}", "ignore_eos": False}),
-        (PROMPTS[3], 40, {"json_schema": ENUM_SCHEMA, "ignore_eos": False}),
-        (PROMPTS[4], 9, {"ebnf": 'root ::= "a" root | "b" root | "c"', "ignore_eos": False}),
-        (PROMPTS[5], 18, {"regex": "[a-f]+", "frequency_penalty": 0.9, "ignore_eos": False}),
+def test_custom_logit_processors(run_case, models, oracle, loop) -> None:
+    """They see one position at a time, with the output so far, as on the plain server; their neighbours are drafted."""
+    code, options = processors(), {"enable_custom_logit_processor": True}
+    asks: list[Ask] = [
+        (ids, 20, {"custom_params": {"banned": text[2]}, "fields": {"custom_logit_processor": code["Ban"]}})
+        for ids, text in zip(PROMPTS[:3], oracle.greedy(PROMPTS))
     ]
-    asks = [*constrained, *((ids, 24, {}) for ids in PROMPTS[6:8])]
-
-    def plain_case() -> list[Output]:
-        with Rig(models, None, disable_radix_cache=True, **backend) as rig:
-            return rig.run_each(asks)
-
-    found, drafts = run_case(_together, models, draft, 3, loop, asks, **backend)
-    plain = run_case(plain_case)
-    # The seeded row has a law of its own; the plain server ignores seeds.
-    assert_same(found[:1] + found[2:], plain[:1] + plain[2:], asks[:1] + asks[2:])
-    assert all(len(output.ids) in (6, 7) for output in found[:2])
-    assert all(any(rounds) for rounds in drafts), "a request ran without drafts"
+    repeats = {"custom_params": {}, "fields": {"custom_logit_processor": code["NoRepeats"]}}
+    asks += [(ids, 20, repeats) for ids in PROMPTS[3:5]]
+    asks += [(ids, 20, {"custom_params": {"banned": 5}}) for ids in PROMPTS[5:]]
+    expected = run_case(plain, models, asks, **options)
+    found, drafts = run_case(together, models, "D_mid", 3, loop, asks, **options)
+    assert_same(found, expected, asks)
+    assert all(len(set(output.ids)) == 20 for output in found[3:5])
+    assert all(not any(rounds) for rounds in drafts[:5]) and all(any(rounds) for rounds in drafts[5:])
 
 
-ENUM_SCHEMA = '{"type": "object", "properties": {"c": {"enum": ["red", "green"]}}, "required": ["c"]}'
+def test_a_processor_that_fails_ends_its_request_alone(run_case, models, oracle) -> None:
+    code, options = processors(), {"enable_custom_logit_processor": True}
+    asks: list[Ask] = [(ids, 20, {}) for ids in PROMPTS[:3]]
+    asks += [(PROMPTS[3], 20, {"fields": {"custom_logit_processor": code["Broken"]}})]
+    asks += [(PROMPTS[4], 20, {"fields": {"custom_logit_processor": "not even JSON"}})]
+    found, _ = run_case(together, models, "D_mid", 3, "overlapped", asks, **options)
+    assert_prefixes(found[:3], [20] * 3, oracle.greedy(PROMPTS[:3]))
+    for output, words in zip(found[3:], ("custom_logit_processor failed (KeyError", "cannot be read")):
+        assert output.finish is not None and output.finish["type"] == "abort" and words in output.finish["message"]

@@ -1,0 +1,201 @@
+"""Sampling parameters that would take the scheduler down: refused, request by request.
+
+SGLang checks ranges in its tokenizer process but takes types on trust: ``{"logit_bias": {"5": "abc"}}`` or a seed of
+30 digits is found out when the scheduler fills a tensor with it, and the server dies of it. Here every number is looked
+at before a request is queued; a bad one is answered like any other bad request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler as _Base
+else:
+    _Base = object
+
+INT64_MAX = 2**63 - 1
+INT32_MAX = 2**31 - 1
+
+# Whole numbers of ``SamplingParams``: lowest and highest value that SGLang's tensors and loops can take.
+WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
+    "max_new_tokens": (0, INT64_MAX),
+    "min_new_tokens": (0, INT64_MAX),
+    "top_k": (1, INT32_MAX),
+    "sampling_seed": (-INT64_MAX - 1, INT64_MAX),
+    "stream_interval": (1, INT64_MAX),
+}
+NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+# Logits may be divided by the smallest and have the largest added, and stay finite in float32.
+SMALLEST_SCALE, LARGEST_NUMBER = 1e-30, 1e30
+
+
+def sampling_problem(params: Any, vocab_size: int) -> str | None:
+    """What is wrong with a request's sampling parameters, as one sentence; None when they can be served.
+
+    Parameters
+    ----------
+    params : SamplingParams
+        Normalised; ``None`` in an optional field means that it was not given.
+    vocab_size : int
+    """
+    for name, (lowest, highest) in WHOLE_NUMBERS.items():
+        value = getattr(params, name)
+        if value is not None and not (_is_whole(value) and lowest <= value <= highest):
+            return f"{name} must be a whole number from {lowest} to {highest}, got {_shorten(value)}."
+    for name in NUMBERS:
+        value = getattr(params, name)
+        if not (_is_number(value) and abs(value) <= LARGEST_NUMBER):
+            return f"{name} must be a number up to {LARGEST_NUMBER:g}, got {_shorten(value)}."
+    for name in ("temperature", "repetition_penalty"):
+        if getattr(params, name) < SMALLEST_SCALE:
+            return f"{name} must be at least {SMALLEST_SCALE}, got {_shorten(getattr(params, name))}."
+    if params.min_new_tokens > 0:
+        # These are forbidden for a while; elsewhere a stop that cannot occur does no harm.
+        for token in params.stop_token_ids or ():
+            if not 0 <= token < vocab_size:
+                return f"stop_token_ids must lie between 0 and {vocab_size - 1} with min_new_tokens, got {token}."
+    return _bias_problem(params.logit_bias, vocab_size) or _text_problem(params)
+
+
+def _bias_problem(bias: Any, vocab_size: int) -> str | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        return f"logit_bias must map token ids to numbers, got {_shorten(bias)}."
+    for token, value in bias.items():
+        if not (str(token).isdecimal() and int(token) < vocab_size):
+            return f"logit_bias must have token ids from 0 to {vocab_size - 1} as keys, got {_shorten(token)}."
+        if not (_is_number(value) and abs(value) <= LARGEST_NUMBER):
+            return f"logit_bias of token {token} must be a number up to {LARGEST_NUMBER:g}, got {_shorten(value)}."
+    return None
+
+
+def _text_problem(params: Any) -> str | None:
+    for name, values in (("stop", params.stop_strs), ("stop_regex", params.stop_regex_strs)):
+        if not all(isinstance(value, str) for value in values or ()):
+            return f"{name} must be a string or a list of strings, got {_shorten(values)}."
+    for name in ("regex", "json_schema", "ebnf", "structural_tag"):
+        value = getattr(params, name)
+        if not (value is None or isinstance(value, str)):
+            return f"{name} must be a string, got {_shorten(value)}."
+    return None
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_table(rows: Any, width: int) -> bool:
+    try:
+        table = np.asarray(rows, dtype=np.float32)
+    except (TypeError, ValueError):
+        return False
+    return table.ndim == 2 and table.shape[1] == width and bool(np.isfinite(table).all())
+
+
+def _shorten(value: Any, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def request_problem(
+    request: Any, vocab_size: int, hidden_size: int, *, custom_processors: bool, bfloat16: bool
+) -> str | None:
+    """What is wrong with a request besides its sampling parameters; see ``sampling_problem``.
+
+    Parameters
+    ----------
+    request : TokenizedGenerateReqInput
+    vocab_size, hidden_size : int
+        The target's.
+    custom_processors : bool
+        Whether the server runs custom logit processors.
+    bfloat16 : bool
+        Whether the target runs in that type: SGLang turns input embeddings into it, whatever the model's type is.
+    """
+    if request.mm_inputs is None and request.input_embeds is None:
+        ids = np.asarray(request.input_ids, dtype=np.int64)
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(outside):
+            return f"input_ids must lie between 0 and {vocab_size - 1}, got {outside[0]}."
+        if not len(ids) and request.session_params is None:
+            return "The prompt must hold at least one token."
+    if request.input_embeds and not bfloat16:
+        return "input_embeds need a target in bfloat16; start the server with --dtype bfloat16."
+    if request.input_embeds and not _is_table(request.input_embeds, hidden_size):
+        return f"input_embeds must hold rows of {hidden_size} finite numbers."
+    top = request.top_logprobs_num
+    if top is not None and not (_is_whole(top) and 0 <= top <= vocab_size):
+        return f"top_logprobs_num must be a whole number from 0 to {vocab_size}, got {_shorten(top)}."
+    for token in request.token_ids_logprob or ():
+        if not (_is_whole(token) and 0 <= token < vocab_size):
+            return f"token_ids_logprob must hold token ids from 0 to {vocab_size - 1}, got {_shorten(token)}."
+    start = request.logprob_start_len
+    if start is not None and not (_is_whole(start) and start >= -1):
+        return f"logprob_start_len must be a whole number, -1 or more, got {_shorten(start)}."
+    if custom_processors and request.custom_logit_processor:
+        return _processor_problem(request.custom_logit_processor)
+    return None
+
+
+def _processor_problem(text: str) -> str | None:
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    try:
+        CustomLogitProcessor.from_str(text)
+    except Exception as error:
+        return f"custom_logit_processor cannot be read ({type(error).__name__}: {_shorten(str(error))})."
+    return None
+
+
+class RefusalsMixin(_Base):
+    """Answers requests that cannot be served before anything of them reaches a batch."""
+
+    _psd_refused: dict[str, str]
+
+    def handle_generate_request(self, recv_req) -> None:
+        """Queue a request; a bad one with harmless parameters, to be ended by ``_psd_refuse``."""
+        if self.psd is not None:
+            problem = self._psd_problem(recv_req)
+            if problem is not None:
+                self._psd_make_harmless(recv_req)
+                self._psd_refused[recv_req.rid] = problem
+        super().handle_generate_request(recv_req)
+
+    def _psd_problem(self, recv_req) -> str | None:
+        config = self.model_config
+        return sampling_problem(recv_req.sampling_params, config.vocab_size) or request_problem(
+            recv_req,
+            config.vocab_size,
+            config.hidden_size,
+            custom_processors=self.server_args.enable_custom_logit_processor,
+            bfloat16="bfloat16" in str(config.dtype),
+        )
+
+    def _psd_make_harmless(self, recv_req) -> None:
+        from array import array
+
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        recv_req.sampling_params = SamplingParams(max_new_tokens=1)
+        recv_req.sampling_params.normalize(self.tokenizer)
+        recv_req.input_ids, recv_req.input_embeds = array("q", [0]), None
+        recv_req.return_logprob, recv_req.top_logprobs_num, recv_req.logprob_start_len = False, 0, -1
+        recv_req.custom_logit_processor = None
+
+    def _psd_refuse(self, req: Req) -> None:
+        """End a request that was found bad; called when it is queued."""
+        problem = self._psd_refused.pop(req.rid, None)
+        if problem is not None:
+            req.set_finish_with_abort(problem)

@@ -1,0 +1,62 @@
+"""What the drafter is told at start: its share of memory, its pool, its type."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_psd.config import PSDConfig
+from sglang_psd.scheduler.devices import DrafterDevice
+from sglang_psd.scheduler.launch import drafter_spec
+
+ARGS: dict[str, Any] = {
+    "speculative_draft_model_path": "/models/draft",
+    "speculative_draft_model_revision": None,
+    "speculative_draft_load_format": None,
+    "speculative_draft_model_quantization": None,
+    "load_format": "auto",
+    "trust_remote_code": False,
+    "attention_backend": "flashinfer",
+    "max_running_requests": 10,
+    "speculative_num_steps": 3,
+    "random_seed": 1,
+    "max_total_tokens": None,
+    "disable_cuda_graph": False,
+    "cuda_graph_config": None,
+    "enable_deterministic_inference": False,
+    "log_level": "info",
+}
+OWN, SHARED, CPU = DrafterDevice(1, shared=False), DrafterDevice(0, shared=True), DrafterDevice(None, shared=False)
+
+
+def spec(device: DrafterDevice, config: dict | None = None, **args: Any):
+    """The specification for a device."""
+    return drafter_spec(SimpleNamespace(**{**ARGS, **args}), PSDConfig(**(config or {})), device, 320)
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "fraction"),
+    [
+        (OWN, {}, 0.8),
+        (SHARED, {}, 0.1),
+        (OWN, {"drafter_mem_fraction": 0.3}, 0.3),
+        (SHARED, {"drafter_mem_fraction": 0.3}, 0.3),
+    ],
+)
+def test_share_of_memory(device: DrafterDevice, config: dict, fraction: float) -> None:
+    """Most of a GPU of its own, little of the target's, unless told otherwise."""
+    assert spec(device, config).mem_fraction == fraction
+
+
+def test_the_pool_holds_what_the_target_may_hold_and_the_drafts() -> None:
+    assert spec(OWN, max_total_tokens=1000).kv_tokens == 1000 + 10 * 4
+    assert spec(OWN).kv_tokens is None
+
+
+def test_the_draft_keeps_its_own_type() -> None:
+    """The target's ``--dtype`` is no argument of this function at all; on a CPU arithmetic is exact."""
+    assert (spec(OWN).dtype, spec(CPU).dtype) == ("auto", "float32")
+    assert spec(CPU, {"drafter_dtype": "bfloat16"}).dtype == "bfloat16"
+    assert spec(OWN, speculative_draft_load_format="dummy").load_format == "dummy"

@@ -1,0 +1,139 @@
+"""Requests that SGLang would take down its scheduler with: one sentence that names the parameter."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_psd.scheduler.refusals import request_problem, sampling_problem
+
+VOCAB = 320
+GOOD = {
+    "max_new_tokens": 8,
+    "min_new_tokens": 0,
+    "top_k": 2**30,
+    "sampling_seed": None,
+    "stream_interval": None,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "stop_token_ids": None,
+    "stop_strs": [],
+    "stop_regex_strs": [],
+    "regex": None,
+    "json_schema": None,
+    "ebnf": None,
+    "structural_tag": None,
+}
+FINE: list[dict[str, Any]] = [
+    {},
+    {"logit_bias": {"0": 100, "319": -100.0, 5: 0.5}},
+    {"sampling_seed": -1},
+    {"sampling_seed": 2**63 - 1},
+    {"temperature": 1e-6},
+    {"max_new_tokens": None},
+    {"stop_strs": ["a"], "stop_regex_strs": ["a$"]},
+]
+BAD: list[tuple[str, Any]] = [
+    ("logit_bias", {"320": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"5": "abc"}),
+    ("logit_bias", {"5": None}),
+    ("logit_bias", {"5": True}),
+    ("logit_bias", {"5": float("nan")}),
+    ("logit_bias", {"5": float("inf")}),
+    ("logit_bias", {"5": -1e308}),
+    ("logit_bias", [1, 2]),
+    ("sampling_seed", 2**63),
+    ("sampling_seed", 1.5),
+    ("sampling_seed", "abc"),
+    ("sampling_seed", True),
+    ("top_k", 1.5),
+    ("top_k", 2**40),
+    ("max_new_tokens", 2.5),
+    ("max_new_tokens", "8"),
+    ("max_new_tokens", 2**70),
+    ("min_new_tokens", 1.5),
+    ("stream_interval", 0),
+    ("temperature", "1"),
+    ("temperature", float("nan")),
+    ("repetition_penalty", 1e-300),
+    ("frequency_penalty", "a"),
+    ("stop_strs", [5]),
+    ("stop_regex_strs", [None]),
+    ("regex", 5),
+    ("json_schema", {"type": "string"}),
+]
+NAMES = {"stop_strs": "stop", "stop_regex_strs": "stop_regex"}
+
+
+@pytest.mark.parametrize("given", FINE)
+def test_usual_parameters_pass(given: dict) -> None:
+    assert sampling_problem(SimpleNamespace(**{**GOOD, **given}), VOCAB) is None
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 10**12])
+def test_impossible_stops_matter_with_min_new_tokens_only(token: int) -> None:
+    params = SimpleNamespace(**{**GOOD, "stop_token_ids": {token}})
+    assert sampling_problem(params, VOCAB) is None
+    params.min_new_tokens = 2
+    assert (sampling_problem(params, VOCAB) or "").startswith("stop_token_ids")
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_a_bad_parameter_is_named(name: str, value: Any) -> None:
+    problem = sampling_problem(SimpleNamespace(**{**GOOD, name: value}), VOCAB)
+    assert problem is not None and problem.startswith(NAMES.get(name, name)) and problem.endswith(".")
+    assert len(problem) < 200 and "\n" not in problem
+
+
+REQUEST = {
+    "mm_inputs": None,
+    "input_embeds": None,
+    "input_ids": [1, 5, 319],
+    "top_logprobs_num": 0,
+    "token_ids_logprob": None,
+    "session_params": None,
+    "logprob_start_len": -1,
+    "custom_logit_processor": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, None),
+        ({"mm_inputs": object(), "input_ids": [10**9]}, None),
+        ({"input_ids": [1, 320]}, "input_ids"),
+        ({"input_ids": [1, -1]}, "input_ids"),
+        ({"input_ids": []}, "The prompt"),
+        ({"input_ids": [], "session_params": object()}, None),
+        ({"token_ids_logprob": [0, 319]}, None),
+        ({"token_ids_logprob": [320]}, "token_ids_logprob"),
+        ({"token_ids_logprob": ["a"]}, "token_ids_logprob"),
+        ({"input_embeds": [[0.5] * 4]}, None),
+        ({"input_embeds": [[0.5] * 3]}, "input_embeds"),
+        ({"input_embeds": [[0.5, 0.5, 0.5, float("nan")]]}, "input_embeds"),
+        ({"top_logprobs_num": 321}, "top_logprobs_num"),
+        ({"top_logprobs_num": -1}, "top_logprobs_num"),
+        ({"top_logprobs_num": 1.5}, "top_logprobs_num"),
+        ({"logprob_start_len": -7}, "logprob_start_len"),
+        ({"custom_logit_processor": "garbage"}, None),
+    ],
+)
+def test_requests(given: dict, named: str | None) -> None:
+    problem = request_problem(SimpleNamespace(**{**REQUEST, **given}), VOCAB, 4, custom_processors=False, bfloat16=True)
+    assert problem is None if named is None else problem is not None and problem.startswith(named)
+
+
+def test_embeddings_need_bfloat16() -> None:
+    request = SimpleNamespace(**{**REQUEST, "input_embeds": [[0.5] * 4]})
+    problem = request_problem(request, VOCAB, 4, custom_processors=False, bfloat16=False)
+    assert problem is not None and "--dtype bfloat16" in problem
