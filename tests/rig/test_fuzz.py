@@ -1,0 +1,116 @@
+"""Random traffic on random servers, request by request against SGLang without speculation.
+
+Greedy texts, finish reasons, usage and log probabilities are the plain server's; seeded texts are those of a server
+without drafter; of sampled ones no token may stand behind an end. ``PSD_FUZZ=N`` runs N random scenarios (eighty
+requests each) instead of the fixed ones of CI; what it finds is pasted below as an ``@example``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.rig.fuzz import Call, Scenario, scenarios
+from tests.rig.received import Output
+from tests.rig.rig import Rig
+from tests.rig.together import assert_same_values
+
+CALLS = 80
+CI_SCENARIOS = 25
+RANDOM = int(os.environ.get("PSD_FUZZ", "0"))
+PROFILE = settings(
+    max_examples=RANDOM or CI_SCENARIOS,
+    derandomize=not RANDOM,
+    deadline=None,
+    database=None,
+    # A scenario takes seconds: shrinking one would take an hour, and its calls hardly depend on each other.
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+
+
+def _serve(models: Path, scenario: Scenario) -> tuple[list[Output], dict[int, Output]]:
+    """Outputs of all calls; and of the seeded ones again, on the same server, without a drafter."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    with Rig(models, scenario.draft, scenario.k, scenario.mode, scenario.loop, **scenario.options) as rig:
+        rids, due = [], {}
+        for number, call in enumerate(scenario.calls):
+            rig.turns(call.wait)
+            if number in scenario.pauses:
+                rig.tell(PauseGenerationReqInput(mode=scenario.pauses[number]))
+                rig.turns(2)
+                rig.tell(ContinueGenerationReqInput())
+            ids, length, wish = call.ask
+            rids.append(rig.submit(ids, length, **wish))
+            if call.abort is not None:
+                due[rids[-1]] = call.abort
+            for rid in [rid for rid, turns in due.items() if turns <= 0]:
+                rig.abort(rid)
+                del due[rid]
+            due = {rid: turns - call.wait - 1 for rid, turns in due.items()}
+        rig.run_until_done()
+        rig.idle_check()
+        outputs = [rig.output(rid) for rid in rids]
+        seeded = [i for i, call in enumerate(scenario.calls) if call.kind == "seeded"]
+        rig.scheduler.psd_client._fail("the test wants none")
+        again = rig.run([scenario.calls[i].ask for i in seeded])
+        return outputs, dict(zip(seeded, again))
+
+
+def _plain(models: Path, scenario: Scenario, numbers: list[int], alone: bool) -> dict[int, Output]:
+    options = {"grammar_backend": scenario.options["grammar_backend"], "disable_radix_cache": True}
+    with Rig(models, None, **options) as rig:
+        asks = [scenario.calls[i].ask for i in numbers]
+        return dict(zip(numbers, rig.run_each(asks) if alone else rig.run(asks)))
+
+
+def agree(call: Call, ours: Output, theirs: Output) -> bool:
+    """Whether a request got what it should have got."""
+    if ours.finish is not None and ours.finish["type"] == "abort" and call.abort is not None:
+        # While its grammar is compiled SGLang ends a request by giving it a prompt of one token, and answers that.
+        waited = ours.finish.get("message") == "Aborted by AbortReq."
+        return waited or ours.ids == theirs.ids[: len(ours.ids)]
+    return (ours.ids, ours.finish) == (theirs.ids, theirs.finish)
+
+
+def assert_ends_where_it_says(call: Call, output: Output) -> None:
+    """Counts fit, and nothing stands behind an end."""
+    assert output.finish is not None
+    if output.finish["type"] == "abort":
+        assert call.abort is not None, (call, output.finish)
+        return
+    assert output.usage == len(output.ids) <= call.length
+    assert len(output.logprobs) == (len(output.ids) if call.wish.get("logprobs") else 0)
+    assert output.rounds + output.accepted >= output.usage - 1 - output.retractions
+    stops = set(call.wish.get("stop_token_ids", ()))
+    if not call.wish.get("ignore_eos", True):
+        first = next((i for i, token in enumerate(output.ids) if token in stops), None)
+        assert first in (None, len(output.ids) - 1), (call, output)
+    least = call.wish.get("min_new_tokens", 0)
+    if output.finish["type"] == "stop" and isinstance(output.finish.get("matched"), int):
+        assert len(output.ids) > least, (call, output)
+
+
+@given(scenarios(CALLS))
+@PROFILE
+@pytest.mark.timeout(3600 * 12 if RANDOM else 900)
+def test_random_traffic(run_case, models, scenario) -> None:
+    outputs, seeded = run_case(_serve, models, scenario, timeout_s=300)
+    greedy = [i for i, call in enumerate(scenario.calls) if call.kind == "greedy"]
+    expected = run_case(_plain, models, scenario, greedy, False)
+    odd = [i for i in greedy if not agree(scenario.calls[i], outputs[i], expected[i])]
+    if odd:
+        # The plain server itself may round differently in a batch: one at a time is what counts.
+        expected.update(run_case(_plain, models, scenario, odd, True))
+    for i, call in enumerate(scenario.calls):
+        assert_ends_where_it_says(call, outputs[i])
+        right = expected.get(i) or seeded.get(i)
+        if right is not None:
+            assert agree(call, outputs[i], right), f"{i}: {call}\nours   {outputs[i]}\nright  {right}"
+    whole = [i for i in greedy if scenario.calls[i].abort is None]
+    assert_same_values([outputs[i] for i in whole], [expected[i] for i in whole])
