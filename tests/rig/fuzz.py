@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.models import BOS, EOS
+from tests.models import BOS, EOS, THINK_END
 from tests.rig.oracle import make_prompts
 from tests.rig.rig import Ask
 
@@ -139,16 +139,24 @@ def wishes(draw) -> dict[str, Any]:
         wish["sampling_seed"] = draw(st.integers(-3, 2**40))
     grammar = draw(_sometimes(st.sampled_from(GRAMMARS), 6))
     wish.update(draw(_sometimes(penalty_wishes(), 4)))
+    fields: dict[str, Any] = {}
     if grammar:
         wish.update(grammar, ignore_eos=False)
+        if draw(st.booleans()):
+            fields["require_reasoning"] = True
+            wish["logit_bias"] = {str(THINK_END): draw(st.sampled_from([5.0, 7.0]))}
     else:
         wish.update(draw(_sometimes(stop_wishes(), 3)))
         wish.update(draw(_sometimes(st.fixed_dictionaries({"min_new_tokens": st.integers(1, 9)}), 5)))
     if draw(st.integers(1, 5)) == 1:
         wish["logit_bias"] = {**wish.get("logit_bias", {}), str(draw(st.integers(5, 319))): 4.0, "9": -100.0}
-    wish.update(draw(_sometimes(st.sampled_from([{"logprobs": True}, {"logprobs": True, "top_logprobs": 3}]), 4)))
-    wish.update(draw(_sometimes(st.just({"fields": {"stream": True}}), 3)))
-    return wish
+    values = draw(_sometimes(st.sampled_from([{"logprobs": True}, {"logprobs": True, "top_logprobs": 3}]), 4))
+    wish.update(values)
+    if values and draw(st.integers(1, 3)) == 1:
+        fields["logprob_start_len"] = 0
+    if draw(st.integers(1, 3)) == 1:
+        fields["stream"] = True
+    return {**wish, "fields": fields} if fields else wish
 
 
 @st.composite
@@ -179,6 +187,7 @@ def server_options(draw, k: int) -> dict[str, Any]:
     options.update(draw(_sometimes(st.just({"disable_radix_cache": True}), 4)))
     options.update(draw(_sometimes(st.sampled_from([{"max_running_requests": n} for n in (1, 2, 3, 7)]), 2)))
     options["grammar_backend"] = draw(st.sampled_from(["xgrammar", "llguidance"]))
+    options["reasoning_parser"] = "qwen3"
     longest = len(PROMPTS[-1]) + 3 + LONGEST_NEW + k + 2
     if draw(st.booleans()):
         options["max_total_tokens"] = -(-(longest + page) // page) * page + page * draw(st.integers(0, 3))

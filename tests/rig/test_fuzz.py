@@ -63,7 +63,8 @@ def _serve(models: Path, scenario: Scenario) -> tuple[list[Output], dict[int, Ou
 
 
 def _plain(models: Path, scenario: Scenario, numbers: list[int], alone: bool) -> dict[int, Output]:
-    options = {"grammar_backend": scenario.options["grammar_backend"], "disable_radix_cache": True}
+    options = {name: scenario.options[name] for name in ("grammar_backend", "reasoning_parser")}
+    options["disable_radix_cache"] = True
     with Rig(models, None, **options) as rig:
         asks = [scenario.calls[i].ask for i in numbers]
         return dict(zip(numbers, rig.run_each(asks) if alone else rig.run(asks)))
@@ -75,7 +76,7 @@ def agree(call: Call, ours: Output, theirs: Output) -> bool:
         # While its grammar is compiled SGLang ends a request by giving it a prompt of one token, and answers that.
         waited = ours.finish.get("message") == "Aborted by AbortReq."
         return waited or ours.ids == theirs.ids[: len(ours.ids)]
-    return (ours.ids, ours.finish) == (theirs.ids, theirs.finish)
+    return (ours.ids, ours.finish, ours.reasoning) == (theirs.ids, theirs.finish, theirs.reasoning)
 
 
 def assert_ends_where_it_says(call: Call, output: Output) -> None:
