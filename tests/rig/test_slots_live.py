@@ -174,8 +174,10 @@ def test_a_slot_empties_and_refills(run_case, models, oracle, loop) -> None:
                 if turn > 16 and not rig.unfinished():
                     break
             rig.run_until_done()
+            moves = rig.scheduler.psd_stats.moves
+            # A flush, which is part of this, starts all figures anew.
             rig.idle_check()
-            return [rig.output(rid) for rid in rids], sizes, rig.scheduler.psd_stats.moves
+            return [rig.output(rid) for rid in rids], sizes, moves
 
     outputs, sizes, moves = run_case(case)
     assert_prefixes(outputs, lengths, oracle.greedy(PROMPTS))
