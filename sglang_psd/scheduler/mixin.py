@@ -49,9 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PSDSchedulerMixin(
-    MembershipMixin, DraftingMixin, RecoveryMixin, OversightMixin, RecordsMixin, RefusalsMixin
-):
+class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, OversightMixin, RecordsMixin, RefusalsMixin):
     """Overrides for ``sglang.srt.managers.scheduler.Scheduler``; inert unless the algorithm is PSD.
 
     Attributes
