@@ -83,7 +83,8 @@ class OversightMixin(_Base):
         held = set(holders.values())
         assert len(held) == len(holders), f"requests share a row: {sorted(holders.values())}"
         assert held.isdisjoint(free), f"rows {sorted(held & set(free))} are held and free"
-        sessions = self.pool_stats_observer.session_held_req_count()
+        # A streaming session keeps the row of its last request, and lends it to the next one.
+        sessions = self.tree_cache.session_held_req_count(held)
         assert len(held) + len(free) + sessions == size, f"{len(held)} rows held, {len(free)} free, of {size}"
 
     def psd_shutdown(self) -> None:
