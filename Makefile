@@ -10,7 +10,7 @@ UV_ENV := UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1
 .PHONY: help setup demo test test-gpu check lint types bench clean
 
 help:
-	@echo "make demo    set up, then serve the embedded model pair plain, sequential and parallel, and compare"
+	@echo "make demo    set up, then serve the embedded models plain, sequential, parallel and with an EAGLE head, and compare"
 	@echo "make test    set up, then run the tests (no GPU needed)"
 	@echo "make check   ruff, mypy and the hook ledger"
 	@echo "make bench   SGLang's bench_serving against each mode (BENCH_ARGS=...)"

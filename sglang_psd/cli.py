@@ -10,7 +10,7 @@ from pathlib import Path
 from sglang_psd import __version__
 from sglang_psd.bench.flags import add_flags as add_bench_flags
 from sglang_psd.errors import PSDError
-from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
+from sglang_psd.resources import TINY_DRAFT, TINY_EAGLE3, TINY_TARGET
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -18,9 +18,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sglang-psd", description=__doc__)
     parser.add_argument("--version", action="version", version=f"sglang-psd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="serve the embedded model pair plain, sequential and parallel, and compare")
+    demo = commands.add_parser("demo", help="serve the embedded models plain and with PSD in its modes, and compare")
     _add_pair_flags(demo)
     demo.add_argument("--num-steps", type=int, default=3, help="drafts per round (default 3)")
+    demo.add_argument("--head", metavar="PATH", help="EAGLE head (default: the embedded one, for the embedded target)")
     demo.add_argument("--requests", type=int, default=8, help="concurrent chats (default 8)")
     demo.add_argument("--max-tokens", type=int, default=128, help="longest answer in tokens (default 128)")
     demo.add_argument("--out", type=Path, help="folder for logs and traces (default: a temporary one)")
@@ -55,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     if command == "demo":
         from sglang_psd.demo.run import DemoOptions, run_demo
 
+        if given["head"] is None and given["target"] == str(TINY_TARGET) and TINY_EAGLE3.is_dir():
+            given["head"] = str(TINY_EAGLE3)
         return run_demo(DemoOptions(**given))
     from sglang_psd.bench.command import run_bench
     from sglang_psd.bench.options import BenchOptions

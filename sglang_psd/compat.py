@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from sglang_psd.draft_method import head_of
 from sglang_psd.errors import DraftMismatchError
 
 if TYPE_CHECKING:
@@ -73,6 +74,12 @@ def _read_sizes(path: str, trust_remote_code: bool, revision: str | None) -> tup
     return int(text_config.vocab_size), int(get_context_length(text_config))
 
 
+def context_of(args: PSDServerArgs) -> int:
+    """The target's context length."""
+    _, context = _read_sizes(args.model_path, args.trust_remote_code, args.revision)
+    return args.context_length or context
+
+
 def vocab_limit(args: PSDServerArgs) -> int:
     """First id that must never be proposed: rows past either vocabulary are padding."""
     trust = args.trust_remote_code
@@ -87,8 +94,10 @@ def check_draft_model(args: PSDServerArgs) -> None:
     Raises
     ------
     DraftMismatchError
-        The token ids differ in meaning.
+        The token ids differ in meaning, or an EAGLE head was made for another target.
     """
+    if head_of(args) is not None:
+        return  # it works with the target's own embedding
     draft_path = str(args.speculative_draft_model_path)
     trust = args.trust_remote_code
     target_size, target_context = _read_sizes(args.model_path, trust, args.revision)

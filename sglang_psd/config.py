@@ -20,10 +20,12 @@ MODES = ("parallel", "sequential", "off")
 # As SGLang's --dtype.
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 LOOPS = ("overlapped", "synchronous")
+DRAFT_METHODS = ("draft_model", "eagle", "eagle3")
 
 # Flags and keywords; the other fields of PSDConfig can be set through --psd-config only.
 FLAG_FIELDS = (
     "mode",
+    "draft_method",
     "drafter_device",
     "drafter_mem_fraction",
     "drafter_attention_backend",
@@ -41,6 +43,8 @@ class PSDConfig:
     ----------
     mode : {"parallel", "sequential", "off"}
         Two alternating slots, one slot, or stock SGLang without a drafter.
+    draft_method : {"draft_model", "eagle", "eagle3"} or None
+        What the draft checkpoint is: a model, or a head that reads the target's hidden states. None asks its config.
     drafter_device : str or None
         ``cuda:N`` (counted as the server process counts) or ``cpu``; None picks the GPU after the
         target's, or the target's own when there is no other.
@@ -82,6 +86,7 @@ class PSDConfig:
     """
 
     mode: str = "parallel"
+    draft_method: str | None = None
     drafter_device: str | None = None
     drafter_mem_fraction: float | None = None
     drafter_attention_backend: str | None = None
@@ -104,6 +109,8 @@ class PSDConfig:
         self._check_types()
         _check_choice("mode", self.mode, MODES)
         _check_choice("loop", self.loop, LOOPS)
+        if self.draft_method is not None:
+            _check_choice("draft_method", self.draft_method, DRAFT_METHODS)
         fraction = self.drafter_mem_fraction
         if fraction is not None and not 0.0 < fraction < 1.0:
             raise PSDConfigError(

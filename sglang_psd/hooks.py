@@ -60,18 +60,21 @@ def capture_verify_input(original, runner, num_tokens: int):
     """What the CUDA graph runner captures a verify with: a chain, no mask."""
     if not is_psd(runner.model_runner.spec_algorithm):
         return original(runner, num_tokens)
+    from sglang_psd.draft_method import head_of
     from sglang_psd.target.verify_input import chain_verify_input
 
-    return chain_verify_input(runner.captured_req_width, None)
+    hidden = head_of(runner.model_runner.server_args) is not None
+    return chain_verify_input(runner.captured_req_width, None, hidden)
 
 
 def warm_up_verify_input(original, spec_algorithm, server_args, custom_mask, num_tokens_per_req, is_draft_worker):
     """The same for the runner's warm-up forward."""
     if not is_psd(spec_algorithm):
         return original(spec_algorithm, server_args, custom_mask, num_tokens_per_req, is_draft_worker)
+    from sglang_psd.draft_method import head_of
     from sglang_psd.target.verify_input import chain_verify_input
 
-    return chain_verify_input(num_tokens_per_req, None)
+    return chain_verify_input(num_tokens_per_req, None, head_of(server_args) is not None)
 
 
 def batch_invariant_verify(original, updater, *args, **kwargs):

@@ -8,6 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent
 TINY_TARGET = PACKAGE / "models" / "tiny-target"
 TINY_DRAFT = PACKAGE / "models" / "tiny-draft"
+TINY_EAGLE3 = PACKAGE / "models" / "tiny-eagle3"
 PROMPTS = PACKAGE / "data" / "prompts.jsonl"
 
 

@@ -14,7 +14,17 @@ from typing import Any
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from sglang_psd.config import ALGORITHM, DTYPES, FLAG_FIELDS, MODES, PSDConfig, flag_name, resolve_config, uses_psd
+from sglang_psd.config import (
+    ALGORITHM,
+    DRAFT_METHODS,
+    DTYPES,
+    FLAG_FIELDS,
+    MODES,
+    PSDConfig,
+    flag_name,
+    resolve_config,
+    uses_psd,
+)
 from sglang_psd.errors import PSDConfigError
 
 
@@ -57,6 +67,15 @@ class PSDServerArgs(ServerArgs):
             help="Parallel speculative decoding: 'parallel' alternates two batches between drafter and target "
             "(default), 'sequential' uses one batch, 'off' serves as stock SGLang without a drafter.",
             choices=list(MODES),
+        ),
+        NS("spec"),
+    ] = None
+    psd_draft_method: A[
+        str | None,
+        Arg(
+            help="PSD: what --speculative-draft-model-path is: a draft model, or an EAGLE or EAGLE-3 head, which reads "
+            "the target's hidden states. Default: as the checkpoint's config says.",
+            choices=list(DRAFT_METHODS),
         ),
         NS("spec"),
     ] = None

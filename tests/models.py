@@ -17,6 +17,8 @@ positions, KV or acceptance changes it at once.
 ``S``          target of the law tests: 16 tokens, flat logits, no tokenizer
 ``S_near``     a draft that resembles ``S``
 ``S_far``      a draft that resembles it less
+``L``, ``B``, ``S4``
+               targets of the EAGLE heads in ``heads.py``, which also lists those
 =============  ====================================================================================
 """
 
@@ -25,6 +27,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+
+from tests.heads import build_eagle, build_eagle3
 
 VOCAB_SIZE = 320
 PADDED_VOCAB_SIZE = VOCAB_SIZE + 64
@@ -63,12 +67,12 @@ def build_tokenizer(rotate: int = 0):
     return tokenizer
 
 
-def _shape(hidden: int, vocab: int, context: int, spread: float) -> dict:
+def _shape(hidden: int, vocab: int, context: int, spread: float, layers: int = 2) -> dict:
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -80,11 +84,19 @@ def _shape(hidden: int, vocab: int, context: int, spread: float) -> dict:
     }
 
 
-def _llama(seed: int, *, hidden: int = 64, vocab: int = VOCAB_SIZE, context: int = CONTEXT_LEN, spread: float = 0.35):
+def _llama(
+    seed: int,
+    *,
+    hidden: int = 64,
+    vocab: int = VOCAB_SIZE,
+    context: int = CONTEXT_LEN,
+    spread: float = 0.35,
+    layers: int = 2,
+):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(**_shape(hidden, vocab, context, spread), tie_word_embeddings=False)
+    config = LlamaConfig(**_shape(hidden, vocab, context, spread, layers), tie_word_embeddings=False)
     return LlamaForCausalLM(config).float().eval()
 
 
@@ -124,6 +136,15 @@ def _flatten(model, scale: float):
     return model
 
 
+@torch.no_grad()
+def _damp(model):
+    """Let the layers add little to the embedding: the next token depends mostly on the last one."""
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(0.006)
+        layer.mlp.down_proj.weight.mul_(0.003)
+    return model
+
+
 def build_models(folder: Path) -> Path:
     """Write every model of the table above into ``folder`` and return it."""
     plain = build_tokenizer()
@@ -139,6 +160,9 @@ def build_models(folder: Path) -> Path:
         "Q": _qwen(1),
         "Q_mid": _add_noise(_qwen(1), 0.02),
         "S": _flatten(_llama(20, **small), 0.5),
+        "L": _llama(4, layers=4),
+        "B": _damp(_llama(5, layers=4)),
+        "S4": _flatten(_llama(21, layers=4, **small), 0.5),
         "S_near": _flatten(_add_noise(_llama(20, **small), 0.1), 0.5),
         "S_far": _flatten(_add_noise(_llama(20, **small), 0.4), 0.5),
     }
@@ -146,6 +170,11 @@ def build_models(folder: Path) -> Path:
         model.save_pretrained(folder / name)
         if not name.startswith("S"):
             plain.save_pretrained(folder / name)
+    build_eagle3(folder / "L_e3", VOCAB_SIZE, SHORT_CONTEXT_LEN, 200, 31)
+    build_eagle3(folder / "L_e3s", VOCAB_SIZE, CONTEXT_LEN, None, 32)
+    build_eagle(folder / "L_e1", VOCAB_SIZE, CONTEXT_LEN, 33)
+    build_eagle(folder / "B_e1", VOCAB_SIZE, CONTEXT_LEN, 35, mimic=True)
+    build_eagle3(folder / "S_e3", SMALL_VOCAB_SIZE, 64, SMALL_VOCAB_SIZE - 4, 34)
     models["T"].save_pretrained(folder / "D_tok")
     build_tokenizer(rotate=37).save_pretrained(folder / "D_tok")
     return folder

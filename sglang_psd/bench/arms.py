@@ -19,7 +19,7 @@ class Arm:
     ----------
     name : str
     drafts : bool
-        Whether there is a draft model, so that k matters.
+        Whether there is a draft model or an EAGLE head, so that k matters.
     psd : bool
         Whether it is served by this package.
     copies : bool
@@ -48,6 +48,10 @@ def _standalone(draft: str, k: int) -> list[str]:
     return [*flags, "--speculative-num-draft-tokens", str(k + 1)]
 
 
+def _eagle3(draft: str, k: int) -> list[str]:
+    return ["--speculative-algorithm", "EAGLE3", *_standalone(draft, k)[2:]]
+
+
 def _psd(mode: str) -> Callable[[str, int], list[str]]:
     def flags(draft: str, k: int) -> list[str]:
         shared = ["--speculative-algorithm", "PSD", "--speculative-draft-model-path", draft]
@@ -63,12 +67,14 @@ ARMS: dict[str, Arm] = {
         Arm("replicas", False, False, True, False, _plain),
         Arm("standalone", True, False, False, True, _standalone),
         Arm("replicas-standalone", True, False, True, True, _standalone),
+        Arm("eagle3", True, False, False, True, _eagle3),
+        Arm("replicas-eagle3", True, False, True, True, _eagle3),
         Arm("sequential", True, True, False, False, _psd("sequential")),
         Arm("parallel", True, True, False, False, _psd("parallel")),
     )
 }
 # Names kept for schemes that are planned.
-RESERVED = ("auto", "eagle", "pearl", "tetris")
+RESERVED = ("auto", "pearl", "tetris")
 
 
 def find_arms(names: list[str], *, gpus: int, tp_size: int) -> list[Arm]:

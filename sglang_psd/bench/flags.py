@@ -27,8 +27,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_list_of(str),
         default=[],
         metavar="LIST",
-        help="plain, standalone, replicas, "
-        "replicas-standalone, sequential, parallel (default: what this machine can serve, no replicas)",
+        help="plain, standalone, replicas, replicas-standalone, sequential, parallel; with an EAGLE-3 head as --draft "
+        "also eagle3, replicas-eagle3 (default: what this machine can serve, no replicas, a draft model)",
     )
     grid.add_argument("--num-steps", type=whole, default=[3], metavar="LIST", help="drafts per round, k (default 3)")
     grid.add_argument(

@@ -16,9 +16,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def is_shape(path: str) -> bool:
-    """Whether ``path`` is a folder with a config and without a tokenizer."""
+    """Whether ``path`` is a folder with a config, without tokenizer and weights (EAGLE heads have only the latter)."""
     folder = Path(path)
-    return (folder / "config.json").is_file() and not any((folder / name).exists() for name in TOKENIZER_FILES)
+    if not (folder / "config.json").is_file() or any((folder / name).exists() for name in TOKENIZER_FILES):
+        return False
+    return not any(folder.glob("*.safetensors"))
 
 
 def with_tokenizer(path: str, work: Path) -> str:

@@ -59,6 +59,61 @@ class Round(msgspec.Struct, frozen=True, tag="round"):
     num_steps: Annotated[int, msgspec.Meta(ge=0, le=256)]
 
 
+class FeatureRow(msgspec.Struct, frozen=True, array_like=True):
+    """Hidden states of one request in the mailbox: ``count`` rows, for the tokens from position ``first`` on.
+
+    ``tokens`` are those gained with them. They are not committed yet, and never are when the request ends with them.
+    """
+
+    rid: str
+    first: Count
+    count: Count
+    tokens: list[Count] = []
+
+
+class Features(msgspec.Struct, frozen=True, tag="features"):
+    """The mailbox holds rows for the drafter, request after request, from index ``offset`` on.
+
+    ``end`` is what ``Credit`` gives back once they have been read.
+    """
+
+    offset: Count
+    end: int
+    rows: list[FeatureRow]
+
+
+class Credit(msgspec.Struct, frozen=True, tag="credit"):
+    """Everything in the mailbox before position ``end`` has been read and may be overwritten."""
+
+    end: int
+
+
+class CudaHandle(msgspec.Struct, frozen=True, array_like=True):
+    """A CUDA allocation as another process opens it (``torch.UntypedStorage._share_cuda_``, without the device)."""
+
+    memory: bytes
+    size_bytes: int
+    offset_bytes: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    wait_for_event: bool
+
+    def arguments(self) -> tuple:
+        """What ``torch.UntypedStorage._new_shared_cuda`` takes after the device."""
+        return tuple(getattr(self, name) for name in self.__struct_fields__)
+
+
+class MailboxHandle(msgspec.Struct, frozen=True):
+    """How the target's process opens the drafter's mailbox: a file to map, or memory of the drafter's GPU."""
+
+    rows: int
+    width: int
+    dtype: str
+    path: str = ""
+    cuda: CudaHandle | None = None
+
+
 class Proposals(msgspec.Struct, frozen=True, tag="proposals"):
     """Drafts for rows of one ``Round``.
 
@@ -110,6 +165,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     weight_gb: float
     kv_gb: float
     load_s: float
+    mailbox: MailboxHandle | None = None
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -141,7 +197,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave."""
 
 
-Message = Open | Round | Proposals | Close | Reset | Hello | Ping | Stats | Failure | Shutdown
+Message = Open | Round | Features | Credit | Proposals | Close | Reset | Hello | Ping | Stats | Failure | Shutdown
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)

@@ -1,4 +1,7 @@
-"""The demo: plain, sequential and parallel servers answer the same chats; the greedy texts must be identical."""
+"""The demo: a plain server and PSD servers answer the same chats; the greedy texts must be identical.
+
+PSD runs sequentially and in parallel with a draft model, and in parallel with an EAGLE head where there is one.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from sglang_psd.resources import TINY_DRAFT, TINY_TARGET, load_prompts
 from sglang_psd.server_process import ServerProcess
 
 MODES = ("plain", "sequential", "parallel")
+# Parallel mode with the head in place of the draft model.
+EAGLE = "eagle"
 REFRESH_S = 0.1
 START_TIMEOUT_S = 600.0
 
@@ -33,6 +38,8 @@ class DemoOptions:
     ----------
     target, draft : str
         Model paths.
+    head : str or None
+        Path of an EAGLE head for the target; None: no such server.
     num_steps : int
         Drafts per round.
     requests, max_tokens : int
@@ -45,6 +52,7 @@ class DemoOptions:
 
     target: str = str(TINY_TARGET)
     draft: str = str(TINY_DRAFT)
+    head: str | None = None
     num_steps: int = 3
     requests: int = 8
     max_tokens: int = 128
@@ -63,11 +71,12 @@ class ModeResult:
 
 
 def mode_flags(options: Any, mode: str) -> list[str]:
-    """What makes a server one of ``MODES``; ``options`` has ``draft`` and ``num_steps``."""
+    """What makes a server one of ``MODES``, or ``EAGLE``; ``options`` has ``draft``, ``num_steps``, and ``head``."""
     if mode == "plain":
         return []
-    flags = ["--speculative-algorithm", "PSD", "--speculative-draft-model-path", options.draft]
-    return [*flags, "--speculative-num-steps", str(options.num_steps), "--psd-mode", mode]
+    draft, psd_mode = (options.head, "parallel") if mode == EAGLE else (options.draft, mode)
+    flags = ["--speculative-algorithm", "PSD", "--speculative-draft-model-path", draft]
+    return [*flags, "--speculative-num-steps", str(options.num_steps), "--psd-mode", psd_mode]
 
 
 def server_flags(options: DemoOptions, mode: str, trace: Path) -> list[str]:
@@ -167,7 +176,7 @@ def compare_texts(results: list[ModeResult]) -> list[str]:
 
 def summary_table(results: list[ModeResult]) -> Table:
     """Tokens, accept length, speed, round times and overlap of each mode."""
-    table = Table(title="Same chats, greedy, three ways", title_justify="left")
+    table = Table(title=f"Same chats, greedy, {len(results)} ways", title_justify="left")
     headers = ("mode", "tokens", "accept length", "tok/s", "T_v ms", "T_d ms", "overlap", "start s", "texts")
     for header in headers:
         table.add_column(header, justify="left" if header in ("mode", "texts") else "right")
@@ -214,8 +223,10 @@ def run_demo(options: DemoOptions) -> int:
     console = Console(stderr=False, width=None if sys.stdout.isatty() else 140)
     folder = options.out or Path(tempfile.mkdtemp(prefix="sglang-psd-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
-    console.print(f"Target {options.target}\nDraft  {options.draft}\nLogs and traces: {folder}\n")
-    results = [run_mode(options, mode, folder, console) for mode in MODES]
+    drafters = f"Draft  {options.draft}\n" + (f"Head   {options.head}\n" if options.head else "")
+    console.print(f"Target {options.target}\n{drafters}Logs and traces: {folder}\n")
+    modes = (*MODES, EAGLE) if options.head else MODES
+    results = [run_mode(options, mode, folder, console) for mode in modes]
     console.print(summary_table(results))
     if not gpu_driver_present():
         console.print(

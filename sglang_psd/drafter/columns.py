@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang_psd.drafter.rows import DraftState
+from sglang_psd.drafter.rows import Pooled
 
 GREEDY, SAMPLED, SEEDED = 0, 1, 2
 
@@ -54,7 +54,7 @@ class Columns:
         columns.lens.fill_(1)
         return columns
 
-    def fill(self, states: Sequence[DraftState]) -> Kinds:
+    def fill(self, states: Sequence[Pooled]) -> Kinds:
         """Write the given requests into the first rows (host tensors only) and padding into the rest."""
         count = len(states)
         ints, floats = self.ints.numpy(), self.floats.numpy()
@@ -123,7 +123,7 @@ class Columns:
         return self.floats[2].unsqueeze(1)
 
 
-def kind_of(state: DraftState) -> int:
+def kind_of(state: Pooled) -> int:
     """How a request's drafts are drawn."""
     if state.sampling.greedy:
         return GREEDY

@@ -18,7 +18,7 @@ from sglang_psd.channel.messages import PROB, SCHEMA_VERSION, TOKEN, Close, Hell
 from sglang_psd.drafter.chain import Chain
 from sglang_psd.drafter.columns import SAMPLED, Kinds, kind_of
 from sglang_psd.drafter.model import DraftModel
-from sglang_psd.drafter.rows import DraftState
+from sglang_psd.drafter.rows import DraftState, Pooled
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.errors import ProtocolError
 
@@ -42,11 +42,14 @@ class DraftEngine:
     def __init__(self, spec: DrafterSpec):
         started = time.monotonic()
         self.spec = spec
-        self._model = DraftModel(spec)
+        self._model = self._load(spec)
         self._states: dict[str, DraftState] = {}
         self._rounds = 0
         self._drafted_tokens = 0
         self.load_s = time.monotonic() - started
+
+    def _load(self, spec: DrafterSpec) -> DraftModel:
+        return DraftModel(spec)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -56,7 +59,10 @@ class DraftEngine:
         tokens = np.frombuffer(message.tokens, TOKEN).tolist()
         if max(tokens) >= self._model.vocab_size:
             raise ProtocolError(f"The prompt of {message.rid} holds a token that the draft model does not have.")
-        self._states[message.rid] = DraftState(message.rid, message.sampling, tokens)
+        self._states[message.rid] = self._new_state(message, tokens)
+
+    def _new_state(self, message: Open, tokens: list[int]) -> DraftState:
+        return DraftState(message.rid, message.sampling, tokens)
 
     def close(self, message: Close) -> None:
         """Forget requests and free their KV; unknown ids are ignored."""
@@ -104,9 +110,7 @@ class DraftEngine:
         known = {row.rid: state for row in rows if (state := self.commit(row)) is not None}
         # A second row of one name may have taken the first one's request out of step: it is gone then.
         known = {rid: state for rid, state in known.items() if self._states.get(rid) is state}
-        ready = self._caught_up([state for state in known.values() if self._usable(state, num_steps)])
-        granted = self._model.reserve_all(ready, [len(state.tokens) + num_steps - 1 for state in ready])
-        ready = [state for state, has_room in zip(ready, granted) if has_room]
+        ready = self._make_ready(list(known.values()), num_steps)
         drafts = _to_host(*self._model.draft_chain(ready, num_steps), len(ready)) if ready and num_steps else None
         answer = self._pack(round_id, rows, ready, drafts, num_steps, received_s, started)
         unknown = [i for i, row in enumerate(rows) if row.rid not in known]
@@ -114,7 +118,13 @@ class DraftEngine:
             raise RuntimeError(f"after round {round_id}: {fault}")
         return msgspec.structs.replace(answer, unknown=unknown) if unknown else answer
 
-    def _usable(self, state: DraftState, num_steps: int) -> bool:
+    def _make_ready(self, states: list[DraftState], num_steps: int) -> list[DraftState]:
+        """Those that ``num_steps`` drafts can be made for: within context and pool, caught up."""
+        ready = self._caught_up([state for state in states if self._usable(state, num_steps)])
+        granted = self._model.reserve_all(ready, [len(state.tokens) + num_steps - 1 for state in ready])
+        return [state for state, has_room in zip(ready, granted) if has_room]
+
+    def _usable(self, state: Pooled, num_steps: int) -> bool:
         return len(state.tokens) + num_steps <= self._model.context_len
 
     def _caught_up(self, states: list[DraftState]) -> list[DraftState]:

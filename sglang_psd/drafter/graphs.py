@@ -61,13 +61,19 @@ class ChainGraphs:
         self._padding_mode = DpPaddingMode.get_default_mode_in_cuda_graph()
         self._buckets = chain_buckets(spec.max_requests)
         largest = self._buckets[-1]
-        self._host = {size: Columns.empty(size, "cpu", pinned=True) for size in self._buckets}
-        self._static = {size: Columns.empty(size, runner.device) for size in self._buckets}
+        self._host = {size: self._columns(size, "cpu", pinned=True) for size in self._buckets}
+        self._static = {size: self._columns(size, runner.device) for size in self._buckets}
         self._uniforms = torch.zeros(spec.num_steps, largest, dtype=torch.float64, device=runner.device)
         self._backends = self._build_backends(largest)
         self._graphs: dict[tuple[int, Kinds], tuple[torch.cuda.CUDAGraph, Chain]] = {}
         self._capture()
         logger.info("Captured %d draft chains in %.1f s.", len(self._graphs), time.monotonic() - started)
+
+    # Times that each request stands in the first step.
+    _first_width = 2
+
+    def _columns(self, size: int, device: str, *, pinned: bool = False) -> Any:
+        return Columns.empty(size, device, pinned=pinned)
 
     def _build_backends(self, largest: int) -> list[Any]:
         from sglang.srt.model_executor.model_runner_components.attention_backend_setup import get_attention_backend
@@ -75,7 +81,7 @@ class ChainGraphs:
         backends = []
         for step in range(self._spec.num_steps):
             backend = get_attention_backend(model_runner=self._runner)
-            most = 2 * largest if step == 0 else largest
+            most = self._first_width * largest if step == 0 else largest
             backend.init_cuda_graph_state(most, most)
             backends.append(backend)
         return backends
@@ -101,27 +107,26 @@ class ChainGraphs:
             raise RuntimeError(f"Capturing the draft chain failed: {error}\n{CUDA_GRAPH_CAPTURE_FAILED_MSG}") from error
 
     def _capture_one(self, size: int, kinds: Kinds, pool: Any, stream: Any) -> tuple[torch.cuda.CUDAGraph, Chain]:
-        def chain() -> Chain:
-            uniforms = self._uniforms[:, :size] if kinds.sampled else None
-            return run_chain(
-                self._decode,
-                self._static[size],
-                kinds,
-                uniforms,
-                self._spec.num_steps,
-                self._spec.vocab_limit,
-                self._spec.top_m,
-            )
-
         torch.cuda.synchronize()
-        chain()  # loads kernels and pays their one-time costs outside the graph
+        self._chain(size, kinds)  # loads kernels and pays their one-time costs outside the graph
         for backend in self._backends:
             backend.on_after_cuda_graph_warmup()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            result = chain()
+            result = self._chain(size, kinds)
         return graph, result
+
+    def _chain(self, size: int, kinds: Kinds) -> Chain:
+        return run_chain(
+            self._decode,
+            self._static[size],
+            kinds,
+            self._uniforms[:, :size] if kinds.sampled else None,
+            self._spec.num_steps,
+            self._spec.vocab_limit,
+            self._spec.top_m,
+        )
 
     def _decode(self, step: int, rows: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         from sglang.srt.layers.dp_attention import set_dp_buffer_len, set_is_extend_in_batch

@@ -17,7 +17,7 @@ import torch
 from sglang_psd.drafter.chain import Chain, first_batch, run_chain
 from sglang_psd.drafter.columns import Columns, Kinds
 from sglang_psd.drafter.graphs import ChainGraphs
-from sglang_psd.drafter.rows import DraftState
+from sglang_psd.drafter.rows import DraftState, Pooled
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.transfer import to_device
 
@@ -36,7 +36,7 @@ class DraftModel:
     """
 
     def __init__(self, spec: DrafterSpec):
-        worker = load_worker(spec)
+        worker = self._load_worker(spec)
         self._spec = spec
         self._runner = worker.model_runner
         self._table, self._allocator = worker.get_memory_pool()
@@ -51,6 +51,9 @@ class DraftModel:
         self.weight_gb = float(self._runner.weight_load_mem_usage or 0.0)
         self.kv_gb = float(self._allocator.get_kvcache().mem_usage)
 
+    def _load_worker(self, spec: DrafterSpec) -> Any:
+        return load_worker(spec)
+
     @property
     def free_kv_tokens(self) -> int:
         """KV slots that no request holds."""
@@ -58,11 +61,11 @@ class DraftModel:
 
     # --- KV -------------------------------------------------------------------------------------
 
-    def reserve(self, state: DraftState, length: int) -> bool:
+    def reserve(self, state: Pooled, length: int) -> bool:
         """Make sure that positions below ``length`` have KV slots; False when there are none left."""
         return self.reserve_all([state], [length])[0]
 
-    def reserve_all(self, states: Sequence[DraftState], lengths: Sequence[int]) -> list[bool]:
+    def reserve_all(self, states: Sequence[Pooled], lengths: Sequence[int]) -> list[bool]:
         """``reserve`` for many requests with one write to the request table; says for whom there was room."""
         granted = [state.pool_row >= 0 or (bool(self._free_rows) and self._take_row(state)) for state in states]
         free, growth = self.free_kv_tokens, []
@@ -87,21 +90,20 @@ class DraftModel:
         table[rows, positions] = slots.to(table.dtype)
         return granted
 
-    def _take_row(self, state: DraftState) -> bool:
+    def _take_row(self, state: Pooled) -> bool:
         state.pool_row = self._free_rows.pop()
         return True
 
-    def release(self, state: DraftState) -> None:
+    def release(self, state: Pooled) -> None:
         """Give a request's row and slots back."""
         if state.num_slots:
             slots = self._table.req_to_token[state.pool_row, : state.num_slots].clone()
             self._allocator.free(slots.to(torch.int64))
         if state.pool_row >= 0:
             self._free_rows.append(state.pool_row)
-        state.pool_row, state.num_slots = -1, 0
-        state.fed.clear()
+        state.forget_kv()
 
-    def fault(self, states: list[DraftState]) -> str | None:
+    def fault(self, states: Sequence[Pooled]) -> str | None:
         """What is wrong when ``states`` are all that hold rows and slots; None when nothing is."""
         held, free = sum(state.num_slots for state in states), self.free_kv_tokens
         if held + free != self.kv_tokens:
@@ -110,8 +112,8 @@ class DraftModel:
         if sorted([*rows, *self._free_rows]) != list(range(1, self._num_rows + 1)):
             return f"{len(rows)} request rows are held and {len(self._free_rows)} are free, of {self._num_rows}"
         for state in states:
-            if not len(state.fed) <= state.num_slots or (state.num_slots and state.pool_row < 0):
-                return f"{state.rid} has {len(state.fed)} tokens in {state.num_slots} slots of row {state.pool_row}"
+            if not state.num_fed <= state.num_slots or (state.num_slots and state.pool_row < 0):
+                return f"{state.rid} has {state.num_fed} tokens in {state.num_slots} slots of row {state.pool_row}"
         return None
 
     # --- forwards -------------------------------------------------------------------------------

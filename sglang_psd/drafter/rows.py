@@ -4,8 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from sglang_psd.channel.messages import Sampling
+
+
+class Pooled(Protocol):
+    """An open request as pools and sampling see it, whatever is fed to the model."""
+
+    rid: str
+    sampling: Sampling
+    tokens: list[int]
+    pool_row: int
+    num_slots: int
+
+    @property
+    def num_fed(self) -> int:
+        """How many tokens have KV in the pool."""
+
+    def forget_kv(self) -> None:
+        """Nothing of this request stands in the pool any more."""
 
 
 @dataclass
@@ -59,10 +77,20 @@ class DraftState:
             agreed += 1
         del self.fed[min(agreed, limit) :]
 
+    def forget_kv(self) -> None:
+        """Nothing of this request stands in the pool any more."""
+        self.pool_row, self.num_slots = -1, 0
+        self.fed.clear()
+
     def note_chain(self, drafts: Sequence[int]) -> None:
         """Remember what a chain has fed: the committed tokens that were missing, and all drafts but the last."""
         self.fed.extend(self.tokens[len(self.fed) :])
         self.fed.extend(int(token) for token in drafts[:-1])
+
+    @property
+    def num_fed(self) -> int:
+        """How many tokens have KV in the pool."""
+        return len(self.fed)
 
     @property
     def missing(self) -> int:

@@ -16,6 +16,7 @@ from sglang_psd.channel.messages import (
     SCHEMA_VERSION,
     Close,
     Failure,
+    Features,
     Message,
     Open,
     Ping,
@@ -98,12 +99,20 @@ class DrafterLoop:
                 self._refuse(error)
         elif isinstance(message, Close):
             self._engine.close(message)
+        elif isinstance(message, Features):
+            self._take_features(message)
         elif isinstance(message, Round):
             self._draft(message, received_s)
         elif isinstance(message, Reset):
             self._engine.reset()
         elif isinstance(message, Ping):
             self._send(self._engine.stats(message.ping_id))
+
+    def _take_features(self, message: Features) -> None:
+        try:
+            self._send(self._engine.take_features(message))
+        except ProtocolError as error:
+            self._refuse(error)
 
     def _draft(self, message: Round, received_s: float) -> None:
         """Answer rows that only need decode steps first; rows whose prompt is still to be read come after.
@@ -122,6 +131,17 @@ class DrafterLoop:
         for group in (warm, cold):
             if group:
                 self._send(self._engine.draft(message.round_id, group, message.num_steps, received_s))
+
+
+def make_engine(spec: DrafterSpec):
+    """Load what ``spec`` names."""
+    if spec.head is not None:
+        from sglang_psd.drafter.eagle import EagleEngine
+
+        return EagleEngine(spec)
+    from sglang_psd.drafter.engine import DraftEngine
+
+    return DraftEngine(spec)
 
 
 def bind_life_to_parent(parent_pid: int) -> None:
@@ -164,9 +184,7 @@ def main(argv: list[str]) -> int:
                 f"this drafter speaks schema {SCHEMA_VERSION}, its server {spec.schema_version}; "
                 "install the same sglang-psd on both sides."
             )
-        from sglang_psd.drafter.engine import DraftEngine
-
-        engine = DraftEngine(spec)
+        engine = make_engine(spec)
     except BaseException as error:
         logger.exception("The drafter could not start.")
         _last_words(channel, error)

@@ -5,6 +5,32 @@ from __future__ import annotations
 import msgspec
 
 
+class HeadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an EAGLE head needs besides its checkpoint.
+
+    Attributes
+    ----------
+    feature_size : int
+        Numbers per token that the target hands over.
+    mailbox_rows : int
+        Room for hidden states that have not been read.
+    context_len : int
+        The target's: heads are published with shorter ones than they can draft for.
+    target_path, target_revision, target_load_format
+        Checkpoint that embedding and output matrix are taken from, as SGLang's flags of the same meaning.
+    token_map : str or None
+        File of the token ids that an EAGLE head may propose, as SGLang's ``--speculative-token-map``.
+    """
+
+    feature_size: int
+    mailbox_rows: int
+    context_len: int
+    target_path: str
+    target_revision: str | None = None
+    target_load_format: str = "auto"
+    token_map: str | None = None
+
+
 class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Start-up parameters, passed to the process as JSON.
 
@@ -40,6 +66,8 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         As the target's.
     integrity_checks : bool
         Check the pools after every round.
+    head : HeadSpec or None
+        None when the checkpoint is a model of its own.
     log_level : str
     """
 
@@ -67,4 +95,5 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     integrity_checks: bool = False
     pulse_endpoint: str = ""
     schema_version: int = 0
+    head: HeadSpec | None = None
     log_level: str = "info"

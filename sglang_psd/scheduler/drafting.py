@@ -12,6 +12,7 @@ from sglang.srt.utils import broadcast_pyobj
 from sglang_psd.scheduler.answers import DraftAnswer, Taken
 from sglang_psd.scheduler.commits import commit_row, sequence_len, wire_sampling
 from sglang_psd.scheduler.drafts import DraftClient
+from sglang_psd.scheduler.handoff import FeatureSender, Wanted
 from sglang_psd.scheduler.slot import InFlight
 from sglang_psd.scheduler.stops import end_of_text, may_end_with, remaining_tokens, settled_len
 from sglang_psd.scheduler.vitals import Vitals
@@ -30,6 +31,7 @@ class DraftingMixin(_Base):
 
     psd_client: DraftClient | None
     psd_process: DrafterProcess | None
+    psd_handoff: FeatureSender | None = None
 
     def _psd_adopt(self, process: DrafterProcess) -> None:
         """Draft with ``process``, which is ready, from now on."""
@@ -41,6 +43,10 @@ class DraftingMixin(_Base):
             self.psd.draft_timeout_s, self.psd.hung_after_s, self.psd.start_timeout_s, process.pulse.silence_s
         )
         self.psd_client = DraftClient(process, steps, process.spec.vocab_limit, vitals, self._psd_on_answer)
+        self.psd_handoff = None
+        if process.hello.mailbox is not None:
+            self.psd_handoff = FeatureSender(process.hello.mailbox, self.psd_device.index, self.psd_client.tell)
+            self.psd_client.on_credit = self.psd_handoff.release
 
     def _psd_open(self, reqs: list[Req]) -> None:
         """Hand requests to the drafter: at admission, so that it reads the prompt while the target does.
@@ -94,6 +100,22 @@ class DraftingMixin(_Base):
             del tokens[length:]
             if legal is not None:
                 del legal[length:]
+
+    def _psd_hand_over(self, flight: InFlight) -> None:
+        """Give the drafter the hidden states of the tokens that a forward has read and that stay."""
+        features, flight.features = flight.features, None
+        client, handoff = self.psd_client, self.psd_handoff
+        if features is None or client is None or handoff is None or not client.usable:
+            return
+        counts = features.counts or [len(tokens) for tokens in flight.tokens]
+        handoff.hand_over(
+            features,
+            [
+                Wanted(i, req.rid, counts[i], flight.tokens[i])
+                for i, req in enumerate(flight.batch.reqs)
+                if client.is_open(req.rid) and not req.finished()
+            ],
+        )
 
     def _psd_commit_early(self, flight: InFlight) -> float:
         """Send the tokens of requests that will certainly go on; the drafter starts while we book-keep."""

@@ -16,8 +16,10 @@ from sglang_psd.channel.checks import check_open
 from sglang_psd.channel.messages import (
     TOKEN,
     Close,
+    Credit,
     DraftRow,
     Failure,
+    Features,
     Message,
     Open,
     Ping,
@@ -79,6 +81,7 @@ class DraftClient:
         self._audit: tuple[int, int] | None = None  # number of the open ping, requests open when it was sent
         self.resyncs = 0
         self.reopened = 0
+        self.on_credit: Callable[[int], None] = lambda end: None
 
     @property
     def failure(self) -> str | None:
@@ -138,6 +141,10 @@ class DraftClient:
                 self._asked[row.rid] = row.base_len
                 self._arrived.pop(row.rid, None)
         return now
+
+    def tell(self, message: Features) -> None:
+        """Say what the mailbox holds."""
+        self._send(message)
 
     def close(self, rids: Sequence[str]) -> None:
         """Let the drafter forget requests; unknown ones are ignored."""
@@ -251,6 +258,8 @@ class DraftClient:
         message = self._link.receive(timeout_s)
         if isinstance(message, Proposals):
             self._accept(message)
+        elif isinstance(message, Credit):
+            self.on_credit(message.end)
         elif isinstance(message, Stats):
             self._compare(message)
         elif isinstance(message, Failure):

@@ -7,8 +7,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from sglang_psd.config import PSDConfig
+from sglang_psd.draft_method import head_of, read_config
 from sglang_psd.drafter.process import DrafterProcess
-from sglang_psd.drafter.spec import DrafterSpec
+from sglang_psd.drafter.spec import DrafterSpec, HeadSpec
 from sglang_psd.scheduler.devices import (
     OWN_GPU_FRACTION,
     SHARED_GPU_FRACTION,
@@ -44,7 +45,10 @@ def drafter_spec(args: Any, config: PSDConfig, device: DrafterDevice, vocab_limi
     """Everything the drafter is told at start."""
     on_cpu = device.index is None
     backend = config.drafter_attention_backend or ("torch_native" if on_cpu else args.attention_backend)
-    dtype = config.drafter_dtype or ("float32" if on_cpu else "auto")
+    head = head_spec(args)
+    # A head computes with the target's numbers: its checkpoint's own dtype may be too narrow for them.
+    own_dtype = "auto" if head is None else target_dtype(args)
+    dtype = config.drafter_dtype or ("float32" if on_cpu else own_dtype)
     default_fraction = SHARED_GPU_FRACTION if device.shared else OWN_GPU_FRACTION
     return DrafterSpec(
         endpoint="",  # filled in by DrafterProcess
@@ -69,7 +73,38 @@ def drafter_spec(args: Any, config: PSDConfig, device: DrafterDevice, vocab_limi
         deterministic=args.enable_deterministic_inference,
         integrity_checks=config.integrity_checks,
         log_level=args.log_level,
+        head=head,
     )
+
+
+def head_spec(args: Any) -> HeadSpec | None:
+    """What the drafter is told about an EAGLE head; None when it drafts with a model."""
+    from sglang_psd.compat import context_of
+
+    head = head_of(args)
+    if head is None:
+        return None
+    # Room for the largest prefill and for a verify of every request, twice.
+    chunk = args.chunked_prefill_size or 0
+    prefill = chunk if chunk > 0 else args.max_prefill_tokens
+    return HeadSpec(
+        feature_size=head.feature_size,
+        mailbox_rows=2 * (prefill + args.max_running_requests * (args.speculative_num_steps + 1)),
+        context_len=context_of(args),
+        target_path=str(args.model_path),
+        target_revision=args.revision,
+        target_load_format=args.load_format,
+        token_map=args.speculative_token_map,
+    )
+
+
+def target_dtype(args: Any) -> str:
+    """What the target computes with, as ``--dtype`` names it."""
+    if args.dtype != "auto":
+        return args.dtype
+    config = read_config(str(args.model_path), args.trust_remote_code, args.revision)
+    stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return stored if stored in ("bfloat16", "float16") else "auto"
 
 
 def draft_kv_tokens(args: Any) -> int | None:

@@ -213,6 +213,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
         flight.result = self.run_batch(batch)
         self.psd_timer.stop(flight.timer)
         flight.batch = batch.copy()
+        flight.features = self.draft_worker.take_features()
         slot.in_flight = flight
         slot.last = batch
         for other in self.psd_slots:
@@ -240,6 +241,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
         flight.result_s = time.monotonic()
         self._psd_settle(flight)
         flight.lengths_before = {req.rid: len(req.output_ids) for req in flight.batch.reqs}
+        self._psd_hand_over(flight)
         flight.commit_s = self._psd_commit_early(flight)
 
     def _psd_collect_ready(self, slot: Slot) -> bool:

@@ -79,6 +79,8 @@ class RecordsMixin(_Base):
             "slot_sizes": [len(slot.live_requests()) for slot in self.psd_slots],
             **self.psd_stats.summary(),
         }
+        if self.psd_handoff is not None:
+            report["features"] = self.psd_handoff.totals.summary()
         if process is not None and process.hello is not None:
             hello = process.hello
             report["drafter"] = {

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
 
     from sglang_psd.scheduler.answers import Taken
+    from sglang_psd.target.hidden_states import TargetFeatures
 
 
 @dataclass
@@ -40,6 +41,8 @@ class InFlight:
         Output length of each request before these tokens.
     committed : set of str
         Requests whose new tokens have been sent to the drafter.
+    features : TargetFeatures or None
+        Hidden states for an EAGLE head, until they have been handed over.
     """
 
     sizes: tuple[int, ...]
@@ -54,6 +57,7 @@ class InFlight:
     lengths_before: dict[str, int] = field(default_factory=dict)
     tokens: list[list[int]] = field(default_factory=list)
     committed: set[str] = field(default_factory=set)
+    features: TargetFeatures | None = None
 
 
 @dataclass

@@ -14,12 +14,12 @@ class ChainVerifyInput(DFlashVerifyInput):
     """
 
 
-def chain_verify_input(num_tokens: int, positions: torch.Tensor | None) -> ChainVerifyInput:
-    """Describe a linear verify of ``num_tokens`` per request."""
+def chain_verify_input(num_tokens: int, positions: torch.Tensor | None, hidden: bool = False) -> ChainVerifyInput:
+    """Describe a linear verify of ``num_tokens`` per request; ``hidden``: keep the hidden states of all of them."""
     return ChainVerifyInput(
         draft_token=None,
         positions=positions,
         draft_token_num=num_tokens,
         custom_mask=None,
-        capture_hidden_mode=CaptureHiddenMode.NULL,
+        capture_hidden_mode=CaptureHiddenMode.FULL if hidden else CaptureHiddenMode.NULL,
     )

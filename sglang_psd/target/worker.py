@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_psd.channel.messages import DraftRow
+from sglang_psd.draft_method import head_of
 from sglang_psd.hooks import verify_applied
+from sglang_psd.target.hidden_states import TargetFeatures, capture_layers, keep_features
 from sglang_psd.target.plans import HostPlans
 from sglang_psd.target.sampler import ChunkSampler, StagedDrafts
 from sglang_psd.target.simulated import SimulatedAcceptance
@@ -60,6 +62,10 @@ class PSDWorker(BaseSpecWorker):
         self._simulated = SimulatedAcceptance.from_environment(self.chunk, server_args.random_seed)
         self._plans = HostPlans(self.model_runner, self.chunk)
         self._fetch: Callable[[], Sequence[DraftRow | None]] | None = None
+        self._head = head_of(server_args)
+        self._features: TargetFeatures | None = None
+        if self._head is not None:
+            capture_layers(self.model_runner.model, self._head)
 
     # --- SGLang's worker contract ---------------------------------------------------------------
 
@@ -102,6 +108,11 @@ class PSDWorker(BaseSpecWorker):
         """
         self._fetch = fetch
 
+    def take_features(self) -> TargetFeatures | None:
+        """Hidden states of the last forward for an EAGLE head, once; None when there is no head."""
+        features, self._features = self._features, None
+        return features
+
     def forward_batch_generation(self, batch: ScheduleBatch, on_publish=None, grammar_barrier=None):
         """Run a prefill or one verify; returns device tensors, never waits.
 
@@ -120,7 +131,10 @@ class PSDWorker(BaseSpecWorker):
     # --- one forward ----------------------------------------------------------------------------
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        result = self.target_worker.forward_batch_generation(batch, is_verify=True)
+        mode = None if self._head is None else CaptureHiddenMode.FULL
+        result = self.target_worker.forward_batch_generation(batch, is_verify=True, capture_hidden_mode=mode)
+        if self._head is not None:
+            self._features = keep_features(batch, result.logits_output, 0)
         tokens, _ = self._sampler.sample(batch, result.logits_output, self._no_drafts(len(batch.reqs)))
         result.next_token_ids = tokens.view(-1)
         if batch.return_logprob:
@@ -134,6 +148,8 @@ class PSDWorker(BaseSpecWorker):
         drafts = self._fetch_drafts(batch)
         forward_batch.input_ids.copy_(drafts.verified.reshape(-1))
         result = self.target_worker.forward_batch_generation(None, forward_batch=forward_batch, is_verify=True)
+        if self._head is not None:
+            self._features = keep_features(batch, result.logits_output, self.chunk)
         tokens, lengths = self._sampler.sample(batch, result.logits_output, drafts)
         if self._simulated is not None:
             tokens, lengths = self._simulated.replace(tokens, drafts)
@@ -158,7 +174,7 @@ class PSDWorker(BaseSpecWorker):
         batch.out_cache_loc = batch.req_to_token_pool.req_to_token[batch.req_pool_indices.view(-1, 1), slots]
         batch.out_cache_loc = batch.out_cache_loc.view(-1).to(torch.int64)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
-        batch.spec_info = chain_verify_input(self.chunk, positions)
+        batch.spec_info = chain_verify_input(self.chunk, positions, self._head is not None)
         self._plans.announce(batch.seq_lens_cpu)
         self.target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         forward_batch = ForwardBatch.init_new(batch, self.model_runner, return_hidden_states_before_norm=False)

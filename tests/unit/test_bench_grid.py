@@ -84,7 +84,7 @@ def test_what_sets_the_arms_apart() -> None:
     [
         (["pearl"], 2, 1, "does not exist yet"),
         (["auto"], 2, 1, "does not exist yet"),
-        (["eagle"], 2, 1, "does not exist yet"),
+        (["eagle3"], 0, 1, "needs a GPU"),
         (["tetris"], 2, 1, "does not exist yet"),
         (["fastest"], 2, 1, "--arms knows plain"),
         (["standalone"], 0, 1, "needs a GPU"),
@@ -154,3 +154,10 @@ def test_simulated_acceptance_belongs_to_its_k() -> None:
 )
 def test_made_up_weights_are_noticed(extra: list[str], dummy: bool) -> None:
     assert BenchOptions(extra=extra).dummy_weights is dummy
+
+
+def test_eagle_arms_name_the_head() -> None:
+    (arm,) = find_arms(["eagle3"], gpus=1, tp_size=1)
+    flags = arm.flags("head", 3)
+    assert flags[:4] == ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "head"]
+    assert flags[4:] == find_arms(["standalone"], gpus=1, tp_size=1)[0].flags("head", 3)[4:]

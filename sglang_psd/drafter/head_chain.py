@@ -1,0 +1,180 @@
+"""The k-step loop of an EAGLE head: the accepted tokens with the target's hidden states, then drafts with its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_psd.drafter.chain import Chain
+from sglang_psd.drafter.columns import Columns, Kinds
+from sglang_psd.drafter.head_rows import HeadState
+from sglang_psd.drafter.proposals import draw_proposals
+
+# decode(step, rows, lens, positions, ids, hidden) -> (logits [R, D], hidden [R, H]): feed one token per row.
+HeadDecode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a head can propose.
+
+    Attributes
+    ----------
+    limit : int
+        Ids of the target that may be proposed are below it.
+    ids : Tensor or None, ``[D] int64``
+        The target's id of every entry of a reduced vocabulary; None when the head's ids are the target's.
+    """
+
+    limit: int
+    ids: torch.Tensor | None = None
+
+
+@dataclass
+class HeadColumns:
+    """Inputs of a chain, one entry per request.
+
+    Attributes
+    ----------
+    base : Columns
+        ``lens`` counts committed tokens; ``previous`` and ``last`` are not used.
+    extra : Tensor, ``[2 + W, R] int64``
+        Positions fed so far, positions to feed now (1 to ``W``), and their tokens, the last one in the last row.
+        Fewer than ``W`` stand at the end, and the first of them fills the places before.
+    """
+
+    base: Columns
+    extra: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, width: int, device: str, *, pinned: bool = False) -> HeadColumns:
+        """Columns of padding rows."""
+        extra = torch.zeros(2 + width, num_rows, dtype=torch.int64, device=device, pin_memory=pinned)
+        extra[1] = 1
+        return cls(Columns.empty(num_rows, device, pinned=pinned), extra)
+
+    def fill(self, states: Sequence[HeadState]) -> tuple[Kinds, list[int]]:
+        """Write the given requests into the first columns (host tensors only) and padding into the rest.
+
+        Returns
+        -------
+        (Kinds, list of int)
+            What to draw, and which of the requests' waiting rows, counted through, belongs in each place: ``W``
+            lists of ``R``, one after the other.
+        """
+        kinds = self.base.fill(states)
+        extra, width = self.extra.numpy(), len(self.extra) - 2
+        extra[:] = 0
+        extra[1] = 1
+        picks = [[0] * extra.shape[1] for _ in range(width)]
+        begin = 0
+        for i, state in enumerate(states):
+            count, first = state.feedable, state.start + state.fed
+            extra[0, i], extra[1, i] = state.fed, count
+            for place in range(width):
+                row = max(0, count - width + place)
+                extra[2 + place, i] = state.tokens[first + row + 1]
+                picks[place][i] = begin + row
+            begin += count
+        return kinds, [pick for place in picks for pick in place]
+
+    def first_batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, lengths, positions and ids of the first step, ``[W R] int64`` each.
+
+        Each request stands in it ``W`` times, as in ``chain.first_batch``: a layer writes the KV of the whole batch
+        before it attends. A position that stands in it twice is written twice, with the same value.
+        """
+        width = len(self.extra) - 2
+        fed, count = self.extra[0], self.extra[1]
+        place = torch.arange(width, device=self.extra.device).view(-1, 1)
+        row = (count - width + place).clamp(min=0)
+        positions = (self.base.lens - 1 - count + row).clamp(min=0)  # padding has one token
+        rows = self.base.rows.expand(width, -1)
+        return rows.reshape(-1), (fed + row + 1).view(-1), positions.view(-1), self.extra[2:].reshape(-1)
+
+    def later_batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, lengths and positions of a later step, ``[R] int64`` each."""
+        return self.base.rows, self.extra[0] + self.extra[1] + step, self.base.lens + step - 2
+
+
+def run_head_chain(
+    decode: HeadDecode,
+    columns: HeadColumns,
+    features: torch.Tensor,
+    kinds: Kinds,
+    uniforms: torch.Tensor | None,
+    num_steps: int,
+    top_m: int,
+    vocabulary: Vocabulary,
+) -> Chain:
+    """Draft ``num_steps`` tokens for each row.
+
+    Device operations of fixed shape only, apart from what ``decode`` does.
+
+    Parameters
+    ----------
+    decode : callable
+    columns : HeadColumns
+        On the device; ``R`` rows.
+    features : Tensor, ``[W R, feature_size]``
+        The target's hidden states for the first step.
+    kinds : Kinds
+    uniforms : Tensor or None, ``[K, R] float64``
+    num_steps, top_m : int
+    vocabulary : Vocabulary
+
+    Returns
+    -------
+    Chain
+    """
+    count = columns.extra.shape[1]
+    rows, lens, positions, ids = columns.first_batch()
+    hidden = features
+    tokens, law_ids, law_probs = [], [], []
+    for step in range(num_steps):
+        if step:
+            rows, lens, positions = columns.later_batch(step)
+        logits, hidden = decode(step, rows, lens, positions, ids, hidden)
+        hidden = hidden[-count:]
+        ids, step_ids, step_probs = draw_mapped(
+            logits[-count:],
+            columns.base,
+            kinds,
+            columns.base.lens + step,
+            None if uniforms is None else uniforms[step],
+            top_m,
+            vocabulary,
+        )
+        tokens.append(ids)
+        if step_ids is not None and step_probs is not None:
+            law_ids.append(step_ids)
+            law_probs.append(step_probs)
+    return Chain(
+        torch.stack(tokens, dim=1),
+        torch.stack(law_ids, dim=1) if law_ids else None,
+        torch.stack(law_probs, dim=1) if law_probs else None,
+    )
+
+
+def draw_mapped(
+    logits: torch.Tensor,
+    columns: Columns,
+    kinds: Kinds,
+    positions: torch.Tensor,
+    uniforms: torch.Tensor | None,
+    top_m: int,
+    vocabulary: Vocabulary,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """As ``draw_proposals``, from the head's vocabulary and in the target's ids."""
+    known = vocabulary.ids
+    if known is None:
+        return draw_proposals(logits[:, : vocabulary.limit], columns, kinds, positions, uniforms, top_m)
+    logits = logits[:, : len(known)]
+    if kinds.seeded:
+        # The noise shared with the target belongs to its ids.
+        logits = logits.new_full((len(logits), vocabulary.limit), float("-inf")).index_copy(1, known, logits)
+        return draw_proposals(logits, columns, kinds, positions, uniforms, min(top_m, len(known)))
+    ids, law_ids, law_probs = draw_proposals(logits, columns, kinds, positions, uniforms, top_m)
+    return known[ids], None if law_ids is None else known[law_ids], law_probs
