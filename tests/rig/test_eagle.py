@@ -15,6 +15,7 @@ from tests.models import BOS
 from tests.rig.law import exact_law, p_value
 from tests.rig.oracle import Oracle, assert_prefixes, make_prompts
 from tests.rig.rig import Output, Rig
+from tests.rig.test_faults import kill, lose_and_recover, run_on_a_bad_wire, stop
 from tests.rig.test_identity import staggered_lengths
 from tests.rig.test_law import ALPHA, EACH, KINDS, LENGTH, SMALL, sample
 
@@ -326,6 +327,30 @@ def test_a_full_mailbox(run_case: RunCase, models: Path, oracle: Oracle) -> None
     assert_prefixes(outputs, [40] * 7, oracle.greedy(PROMPTS[:7], target="B"))
     assert dropped > 20 and rows > 20
     assert sum(output.accepted for output in outputs) > 0
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+HEAD = {"draft": "B_e1", "target": "B"}
+
+
+@pytest.mark.parametrize("strike", [kill, stop])
+def test_a_lost_head_comes_back(run_case: RunCase, models: Path, oracle: Oracle, strike: Callable[[Rig], None]) -> None:
+    """Its successor has a mailbox of its own and knows no hidden states of running requests."""
+    outcome = run_case(lose_and_recover, models, strike, None, 1, **HEAD)
+    truth = oracle.greedy(PROMPTS[:9], target="B")
+    assert_prefixes(outcome.outputs, [40] * 16, truth[:7] + truth)
+    assert outcome.states == ["up", "waiting", "starting", "up"]
+    assert outcome.accepted > 50, "the new drafter's drafts are of no use"
+
+
+@pytest.mark.parametrize("fault", ["duplicated", "reordered", "dropped", "corrupted"])
+def test_a_bad_wire(run_case: RunCase, models: Path, oracle: Oracle, fault: str) -> None:
+    """Word of hidden states is lost, repeated, overtaken or wrong: drafts suffer, nothing else."""
+    outcome = run_case(run_on_a_bad_wire, models, fault, "overlapped", **HEAD)
+    assert outcome.harmed > 5, "the wire was good"
+    assert_prefixes(outcome.outputs, [40] * 18, oracle.greedy(PROMPTS[:9], target="B") * 2)
+    assert outcome.drafts > 150 and outcome.report["mode"] == "parallel"
 
 
 # --- sampled text --------------------------------------------------------------------------------

@@ -76,10 +76,11 @@ def lose_and_recover(
     spares: int,
     turns: int = 9,
     loop: str = "overlapped",
+    **models_of: str,
 ) -> Outcome:
     """Requests run, the drafter is struck, more requests run until its successor drafts for them."""
     states, reasons = ["up"], []
-    with Rig(models, loop=loop, spares=spares, sabotage=sabotages, config=QUICK) as rig:
+    with Rig(models, loop=loop, spares=spares, sabotage=sabotages, config=QUICK, **models_of) as rig:
         scheduler = rig.scheduler
 
         def recovered() -> bool:
@@ -278,13 +279,13 @@ class WireOutcome:
     report: dict
 
 
-def run_on_a_bad_wire(models: Path, name: str, loop: str, seed: int = 0) -> WireOutcome:
+def run_on_a_bad_wire(models: Path, name: str, loop: str, seed: int = 0, **models_of: str) -> WireOutcome:
     """Serve on a bad wire, then on a good one."""
     from sglang_psd.scheduler import vitals
 
     vitals.PING_EVERY_S = 0.1
     config = {**QUICK, "draft_timeout_s": 0.15, "hung_after_s": 20.0}
-    with Rig(models, fault=(FAULTS[name], seed), spares=1, config=config, loop=loop) as rig:
+    with Rig(models, fault=(FAULTS[name], seed), spares=1, config=config, loop=loop, **models_of) as rig:
         scheduler, proxy = rig.scheduler, rig.drafter.proxy
         rids = [rig.submit(ids, LENGTH) for ids in PROMPTS]
         rig.run_until_done()
