@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 
 from sglang_psd.config import PSDConfig
+from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
 from sglang_psd.scheduler.devices import DrafterDevice
 from sglang_psd.scheduler.launch import drafter_spec
 
 ARGS: dict[str, Any] = {
-    "speculative_draft_model_path": "/models/draft",
+    "model_path": str(TINY_TARGET),
+    "revision": None,
+    "dtype": "auto",
+    "psd_draft_method": None,
+    "speculative_draft_model_path": str(TINY_DRAFT),
     "speculative_draft_model_revision": None,
     "speculative_draft_load_format": None,
     "speculative_draft_model_quantization": None,
