@@ -188,9 +188,12 @@ def server_options(draw, k: int) -> dict[str, Any]:
     options.update(draw(_sometimes(st.sampled_from([{"max_running_requests": n} for n in (1, 2, 3, 7)]), 2)))
     options["grammar_backend"] = draw(st.sampled_from(["xgrammar", "llguidance"]))
     options["reasoning_parser"] = "qwen3"
-    longest = len(PROMPTS[-1]) + 3 + LONGEST_NEW + k + 2
+    # SGLang shortens an answer for which there is less than the prompt's pages, the answer and one page more
+    # (``Scheduler.init_req_max_new_tokens``); a server with a larger pool would not.
+    prompt_pages = -(-(max(map(len, PROMPTS)) + 3) // page)
+    least = prompt_pages * page + LONGEST_NEW + k + 2 + page + 1
     if draw(st.booleans()):
-        options["max_total_tokens"] = -(-(longest + page) // page) * page + page * draw(st.integers(0, 3))
+        options["max_total_tokens"] = -(-least // page) * page + page * draw(st.integers(0, 3))
         options["schedule_conservativeness"] = draw(st.sampled_from([1.0, 0.05]))
     return options
 
