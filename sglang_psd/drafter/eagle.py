@@ -105,12 +105,20 @@ class EagleEngine(DraftEngine):
                 state.solid = source.solid if usable == length else length
                 state.start, state.known, state.fed = length - count, count, count
 
+    @torch.inference_mode()
     def close(self, message: Close) -> None:
-        """Forget requests; their KV stays until the room is needed."""
-        for rid in message.rids:
-            state = self._states.pop(rid, None)
-            if state is not None:
-                self._ended.keep(state, self.spec.num_steps + 1)
+        """Forget requests; their KV stays until the room is needed.
+
+        A prompt that was read for a single token ends before there was time to feed it: it is fed now, within the
+        budget of one forward, because the target will find it in its prefix cache.
+        """
+        states = [self._states.pop(rid) for rid in dict.fromkeys(message.rids) if rid in self._states]
+        most_waiting = self.spec.num_steps + 1
+        behind = [state for state in states if state.feedable > most_waiting and self._usable(state, 0)]
+        if behind:
+            self._feed(behind, PREFILL_CHUNK)
+        for state in states:
+            self._ended.keep(state, most_waiting)
 
     def _reserve(self, states: Sequence[HeadState], lengths: Sequence[int]) -> list[bool]:
         """As ``DraftModel.reserve_all``; ended requests give way."""

@@ -425,3 +425,23 @@ def test_the_trained_head(run_case: RunCase, models: Path, oracle: Oracle, k: in
     replica = Replica(TINY_TARGET, TINY_EAGLE3)
     for draft in taken:
         assert draft.drafts == replica.draft(draft.tokens, k)[: len(draft.drafts)], draft.rid
+
+
+@pytest.mark.skipif(not TINY_EAGLE3.is_dir(), reason="the checkout holds no tiny EAGLE-3 head")
+def test_prompts_read_for_one_token_are_kept(run_case: RunCase, models: Path, oracle: Oracle) -> None:
+    """Whoever warms the prefix cache with requests of one token does not cost those that follow their drafts."""
+    prompts = _chat_prompts(6)
+
+    def case(warm: bool) -> list[Output]:
+        options = {"target": str(TINY_TARGET), "loop": "overlapped"}
+        with Rig(models, str(TINY_EAGLE3), 3, "parallel", **options) as rig:
+            for ids in prompts if warm else []:
+                rig.run([(ids, 1, {})])
+            outputs = rig.run([(ids, 40, {}) for ids in prompts])
+            rig.idle_check()
+            return outputs
+
+    cold, warm = run_case(case, False, timeout_s=240), run_case(case, True, timeout_s=240)
+    assert_prefixes(warm, [40] * 6, oracle.greedy(prompts, target=str(TINY_TARGET)))
+    assert all(output.cached == len(ids) - 1 for output, ids in zip(warm, prompts))
+    assert sum(output.rounds for output in warm) <= 1.03 * sum(output.rounds for output in cold)
