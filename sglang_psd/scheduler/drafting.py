@@ -56,8 +56,8 @@ class DraftingMixin(_Base):
         client = self.psd_client
         if client is None or not client.usable:
             return
-        # A request of one token needs no drafts. A head reads it all the same: it cannot make up later for hidden states
-        # of a prompt that the target will find in its prefix cache.
+        # A request of one token needs no drafts. A head reads it all the same: it cannot make up later for the hidden
+        # states of a prompt that the target will find in its prefix cache.
         least = 2 if self.psd_handoff is None else 1
         for req in reqs:
             if client.is_open(req.rid) or needs_plain_step(req) or req.finished() or req.to_finish is not None:
