@@ -13,6 +13,9 @@ from sglang_psd.drafter.proposals import draw_proposals
 # decode(step, rows, lens, ids) -> logits [R, V]: feed one token per row, ``lens`` include it; all ``[R] int64``.
 Decode = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
+# What one step draws: tokens [R], and ids and probabilities [R, M] of its laws, None when no row is sampled.
+Drawn = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
 
 @dataclass
 class Chain:
@@ -28,6 +31,14 @@ class Chain:
     tokens: torch.Tensor
     law_ids: torch.Tensor | None
     law_probs: torch.Tensor | None
+
+    @classmethod
+    def of_steps(cls, steps: list[Drawn]) -> Chain:
+        """Put what ``draw_proposals`` returned at each step side by side."""
+        tokens, law_ids, law_probs = zip(*steps)
+        if law_ids[0] is None:
+            return cls(torch.stack(tokens, dim=1), None, None)
+        return cls(torch.stack(tokens, dim=1), torch.stack(law_ids, dim=1), torch.stack(law_probs, dim=1))
 
 
 def first_batch(columns: Columns) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,19 +88,12 @@ def run_chain(
     """
     count = len(columns.rows)
     rows, lens, ids = first_batch(columns)
-    tokens, law_ids, law_probs = [], [], []
+    drawn: list[Drawn] = []
     for step in range(num_steps):
         logits = decode(step, rows, lens, ids)[-count:, :vocab_limit]
         rows, lens = columns.rows, columns.lens + step + 1
-        ids, step_ids, step_probs = draw_proposals(
-            logits, columns, kinds, lens - 1, None if uniforms is None else uniforms[step], top_m
+        drawn.append(
+            draw_proposals(logits, columns, kinds, lens - 1, None if uniforms is None else uniforms[step], top_m)
         )
-        tokens.append(ids)
-        if step_ids is not None and step_probs is not None:
-            law_ids.append(step_ids)
-            law_probs.append(step_probs)
-    return Chain(
-        torch.stack(tokens, dim=1),
-        torch.stack(law_ids, dim=1) if law_ids else None,
-        torch.stack(law_probs, dim=1) if law_probs else None,
-    )
+        ids = drawn[-1][0]
+    return Chain.of_steps(drawn)

@@ -182,10 +182,14 @@ class ChainGraphs:
         kinds = host.fill(states)
         static.ints.copy_(host.ints, non_blocking=True)
         static.floats.copy_(host.floats, non_blocking=True)
+        return self._replay(size, kinds), kinds
+
+    def _replay(self, size: int, kinds: Kinds) -> Chain:
+        """Run the chain of this size over what stands in its columns."""
         variant = variant_for(kinds)
         if variant.sampled:
             self._uniforms.uniform_(generator=self._generator)
         self._plan(size)
         graph, chain = self._graphs[size, variant]
         graph.replay()
-        return chain, kinds
+        return chain

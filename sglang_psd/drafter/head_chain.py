@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_psd.drafter.chain import Chain
+from sglang_psd.drafter.chain import Chain, Drawn
 from sglang_psd.drafter.columns import Columns, Kinds
 from sglang_psd.drafter.head_rows import HeadState
 from sglang_psd.drafter.proposals import draw_proposals
@@ -132,30 +132,25 @@ def run_head_chain(
     count = columns.extra.shape[1]
     rows, lens, positions, ids = columns.first_batch()
     hidden = features
-    tokens, law_ids, law_probs = [], [], []
+    drawn: list[Drawn] = []
     for step in range(num_steps):
         if step:
             rows, lens, positions = columns.later_batch(step)
         logits, hidden = decode(step, rows, lens, positions, ids, hidden)
         hidden = hidden[-count:]
-        ids, step_ids, step_probs = draw_mapped(
-            logits[-count:],
-            columns.base,
-            kinds,
-            columns.base.lens + step,
-            None if uniforms is None else uniforms[step],
-            top_m,
-            vocabulary,
+        drawn.append(
+            draw_mapped(
+                logits[-count:],
+                columns.base,
+                kinds,
+                columns.base.lens + step,
+                None if uniforms is None else uniforms[step],
+                top_m,
+                vocabulary,
+            )
         )
-        tokens.append(ids)
-        if step_ids is not None and step_probs is not None:
-            law_ids.append(step_ids)
-            law_probs.append(step_probs)
-    return Chain(
-        torch.stack(tokens, dim=1),
-        torch.stack(law_ids, dim=1) if law_ids else None,
-        torch.stack(law_probs, dim=1) if law_probs else None,
-    )
+        ids = drawn[-1][0]
+    return Chain.of_steps(drawn)
 
 
 def draw_mapped(
@@ -166,7 +161,7 @@ def draw_mapped(
     uniforms: torch.Tensor | None,
     top_m: int,
     vocabulary: Vocabulary,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> Drawn:
     """As ``draw_proposals``, from the head's vocabulary and in the target's ids."""
     known = vocabulary.ids
     if known is None:

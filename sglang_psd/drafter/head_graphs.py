@@ -9,7 +9,7 @@ import torch
 
 from sglang_psd.drafter.chain import Chain
 from sglang_psd.drafter.columns import Kinds
-from sglang_psd.drafter.graphs import ChainGraphs, variant_for
+from sglang_psd.drafter.graphs import ChainGraphs
 from sglang_psd.drafter.head_chain import HeadColumns, Vocabulary, run_head_chain
 from sglang_psd.drafter.head_rows import HeadState
 from sglang_psd.transfer import to_device
@@ -100,10 +100,4 @@ class HeadGraphs(ChainGraphs):
         static.base.ints.copy_(host.base.ints, non_blocking=True)
         static.base.floats.copy_(host.base.floats, non_blocking=True)
         static.extra.copy_(host.extra, non_blocking=True)
-        variant = variant_for(kinds)
-        if variant.sampled:
-            self._uniforms.uniform_(generator=self._generator)
-        self._plan(size)
-        graph, chain = self._graphs[size, variant]
-        graph.replay()
-        return chain, kinds
+        return self._replay(size, kinds), kinds
