@@ -63,12 +63,9 @@ def _start(name: str) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, dict]:
-    """Result of every case; a case that failed holds ``{"error": ...}``. Four engines at a time."""
-    results: dict[str, dict] = {}
-    names = list(CASES)
-    for first in range(0, len(names), 4):
-        running = {name: _start(name) for name in names[first : first + 4]}
-        results.update({name: finish_case(process) for name, process in running.items()})
+    """Result of every case; a case that failed holds ``{"error": ...}``. All engines run side by side."""
+    running = {name: _start(name) for name in CASES}
+    results = {name: finish_case(process) for name, process in running.items()}
     folder = os.environ.get("PSD_RESULTS")
     if folder:
         summary = {
