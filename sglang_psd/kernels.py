@@ -202,8 +202,8 @@ def noisy_argmax(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tens
 
     Parameters
     ----------
-    probs : Tensor, ``[R, V] float32``, contiguous
-    seeds, positions : Tensor, ``[R] int64``, contiguous
+    probs : Tensor, ``[R, V] float32``
+    seeds, positions : Tensor, ``[R] int64``
 
     Returns
     -------
@@ -213,8 +213,9 @@ def noisy_argmax(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tens
     spans = triton.cdiv(vocab_size, _NOISE_SPAN)
     scores = torch.empty(rows, spans, dtype=torch.float64, device=probs.device)
     tokens = torch.empty(rows, spans, dtype=torch.int64, device=probs.device)
-    block = 2048
+    # The kernel knows no strides, and a row expanded to several has stride 0.
+    probs, seeds, positions = probs.contiguous(), seeds.contiguous(), positions.contiguous()
     _noisy_best[(rows, spans)](
-        probs, seeds, positions, scores, tokens, vocab_size, spans, SPAN=_NOISE_SPAN, BLOCK=block, num_warps=8
+        probs, seeds, positions, scores, tokens, vocab_size, spans, SPAN=_NOISE_SPAN, BLOCK=2048, num_warps=8
     )
     return tokens.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)

@@ -91,8 +91,8 @@ class HeadColumns:
         place = torch.arange(width, device=self.extra.device).view(-1, 1)
         row = (count - width + place).clamp(min=0)
         positions = (self.base.lens - 1 - count + row).clamp(min=0)  # padding has one token
-        rows = self.base.rows.expand(width, -1)
-        return rows.reshape(-1), (fed + row + 1).view(-1), positions.view(-1), self.extra[2:].reshape(-1)
+        rows = self.base.rows.repeat(width)  # a copy: kernels read it without asking for strides
+        return rows, (fed + row + 1).view(-1), positions.view(-1), self.extra[2:].reshape(-1)
 
     def later_batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows, lengths and positions of a later step, ``[R] int64`` each."""

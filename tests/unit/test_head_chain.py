@@ -47,6 +47,12 @@ def test_first_step() -> None:
     assert positions[:, 2].tolist() == [0] * 4 and lens[:, 2].tolist() == [1] * 4
 
 
+def test_batches_of_one_request_are_contiguous() -> None:
+    """GPU kernels read them without strides: one request repeated must not be a view that stands still."""
+    made, _, _ = columns(state("a", tokens=9, start=0, fed=5, row=3), size=1)
+    assert all(t.stride() == (1,) for t in (*made.first_batch(), *made.later_batch(1)))
+
+
 def test_later_steps() -> None:
     made, _, _ = columns(state("a", 9, 0, 5, 3), state("b", 6, 2, 2, 7), size=2)
     rows, lens, positions = made.later_batch(1)
