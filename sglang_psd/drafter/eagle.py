@@ -147,6 +147,9 @@ class EagleEngine(DraftEngine):
         granted = self._reserve(ready, [len(s.tokens) - s.start + num_steps - 2 for s in ready])
         return [state for state, has_room in zip(ready, granted) if has_room]
 
+    def use_pause(self) -> None:
+        """Nothing to do ahead: the next chain needs the target's hidden states."""
+
     @torch.inference_mode()
     def _feed(self, states: list[HeadState], budget: int, keep: int = 1) -> bool:
         """Feed waiting hidden states, ``budget`` at most, all but the last ``keep`` of each request.

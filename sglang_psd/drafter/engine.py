@@ -8,15 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import torch
 
 from sglang_psd.channel.messages import PROB, SCHEMA_VERSION, TOKEN, Close, Hello, Open, Proposals, RoundRow, Stats
-from sglang_psd.drafter.chain import Chain
-from sglang_psd.drafter.columns import SAMPLED, Kinds, kind_of
+from sglang_psd.drafter.chain import CATCH_UP, HostChain
+from sglang_psd.drafter.columns import SAMPLED, kind_of
 from sglang_psd.drafter.model import DraftModel
 from sglang_psd.drafter.rows import DraftState, Pooled
 from sglang_psd.drafter.spec import DrafterSpec
@@ -26,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 # Most prompt tokens of one prefill forward: rounds are served in between.
 PREFILL_CHUNK = 4096
-# Up to this many missing tokens ride in a chain's first step (``chain.first_batch``).
-CATCH_UP = 2
+# Slots for the next round are taken ahead while at least this share of the pool is free.
+FREE_SHARE = 1 / 8
 
 
 class DraftEngine:
@@ -44,6 +43,9 @@ class DraftEngine:
         self.spec = spec
         self._model = self._load(spec)
         self._states: dict[str, DraftState] = {}
+        self._last: tuple[list[DraftState], HostChain] | None = (
+            None  # the chain drafted last, as long as its requests stand as it left them
+        )
         self._rounds = 0
         self._drafted_tokens = 0
         self.load_s = time.monotonic() - started
@@ -66,6 +68,7 @@ class DraftEngine:
 
     def close(self, message: Close) -> None:
         """Forget requests and free their KV; unknown ids are ignored."""
+        self._last = None
         for rid in message.rids:
             state = self._states.pop(rid, None)
             if state is not None:
@@ -77,6 +80,7 @@ class DraftEngine:
 
     def commit(self, row: RoundRow) -> DraftState | None:
         """Take over a row's new tokens; a request that is out of step is forgotten. None: unknown from now on."""
+        self._last = None
         state = self._states.get(row.rid)
         sound = max(row.new_tokens, default=0) < self._model.vocab_size
         if state is not None and not (sound and state.commit(row.new_tokens, row.base_len)):
@@ -111,7 +115,8 @@ class DraftEngine:
         # A second row of one name may have taken the first one's request out of step: it is gone then.
         known = {rid: state for rid, state in known.items() if self._states.get(rid) is state}
         ready = self._make_ready(list(known.values()), num_steps)
-        drafts = _to_host(*self._model.draft_chain(ready, num_steps), len(ready)) if ready and num_steps else None
+        drafts = self._model.draft_chain(ready, num_steps) if ready and num_steps else None
+        self._last = None if drafts is None else (ready, drafts)
         answer = self._pack(round_id, rows, ready, drafts, num_steps, received_s, started)
         unknown = [i for i, row in enumerate(rows) if row.rid not in known]
         if self.spec.integrity_checks and (fault := self.fault()) is not None:
@@ -121,8 +126,27 @@ class DraftEngine:
     def _make_ready(self, states: list[DraftState], num_steps: int) -> list[DraftState]:
         """Those that ``num_steps`` drafts can be made for: within context and pool, caught up."""
         ready = self._caught_up([state for state in states if self._usable(state, num_steps)])
-        granted = self._model.reserve_all(ready, [len(state.tokens) + num_steps - 1 for state in ready])
+        granted = self._model.reserve_all(ready, [len(state.tokens) + num_steps for state in ready])
         return [state for state, has_room in zip(ready, granted) if has_room]
+
+    @torch.inference_mode()
+    def use_pause(self) -> None:
+        """Do ahead what the next rounds would have to wait for; right after ``draft``, while the target verifies.
+
+        The last draft of each chain is fed to the model: where the whole chain is accepted nothing is missing then.
+        Slots for the next chain are taken while there are plenty.
+        """
+        last, self._last = self._last, None
+        if last is None:
+            return
+        states, chain = last
+        num_steps = chain.tokens.shape[1]
+        self._model.feed_last(states, num_steps)
+        for state, drafts in zip(states, chain.tokens):
+            state.note_last(int(drafts[-1]))
+        if self._model.free_kv_tokens > FREE_SHARE * self._model.kv_tokens:
+            most = [min(len(s.tokens) + 2 * num_steps + 1, self._model.context_len) for s in states]
+            self._model.reserve_all(states, most)
 
     def _usable(self, state: Pooled, num_steps: int) -> bool:
         return len(state.tokens) + num_steps <= self._model.context_len
@@ -139,7 +163,7 @@ class DraftEngine:
         round_id: int,
         rows: Sequence[RoundRow],
         ready: list[DraftState],
-        drafts: _HostDrafts | None,
+        drafts: HostChain | None,
         num_steps: int,
         received_s: float,
         started_s: float,
@@ -232,23 +256,3 @@ class DraftEngine:
     def fault(self) -> str | None:
         """What is wrong with the pools; None when every slot and row is free or held once, by an open request."""
         return self._model.fault(list(self._states.values()))
-
-
-@dataclass
-class _HostDrafts:
-    """A ``Chain`` on the host: arrays of the same names and shapes, without padding rows."""
-
-    tokens: np.ndarray
-    law_ids: np.ndarray | None
-    law_probs: np.ndarray | None
-
-
-def _to_host(chain: Chain, kinds: Kinds, count: int) -> _HostDrafts:
-    """Copy what is wanted, and wait once."""
-    wanted = [chain.tokens, *((chain.law_ids, chain.law_probs) if kinds.sampled else (None, None))]
-    copies = [None if t is None else t[:count].to("cpu", non_blocking=True) for t in wanted]
-    if chain.tokens.is_cuda:
-        torch.cuda.current_stream().synchronize()
-    tokens, law_ids, law_probs = (None if t is None else t.numpy() for t in copies)
-    assert tokens is not None
-    return _HostDrafts(tokens, law_ids, law_probs)

@@ -1,24 +1,26 @@
-"""A whole chain as one CUDA graph per batch size.
+"""Each step of a chain as one CUDA graph per batch size.
 
-The catch-up, the k decode steps, sampling and the sparse laws are one replay: between two steps the host has nothing to
-do. Attention takes SGLang's own backends, one instance per step, through the contract that its draft runners use
-(``sglang/srt/layers/attention/base_attn_backend.py``): metadata that needs the host is written before the replay.
+A step holds its forward, sampling and the sparse laws: the host has nothing to decide between two steps. Attention
+takes SGLang's own backends through the contract that its draft runners use
+(``sglang/srt/layers/attention/base_attn_backend.py``): metadata that needs the host is written before a replay. With a
+graph and a backend for every step that happens while the step before runs; one graph for a whole chain would have to
+wait until all its steps are planned.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_psd.drafter.chain import Chain, first_batch, run_chain
+from sglang_psd.drafter.chain import CATCH_UP, Chain, run_step, step_batch
 from sglang_psd.drafter.columns import Columns, Kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sglang_psd.drafter.rows import DraftState
     from sglang_psd.drafter.spec import DrafterSpec
 
@@ -36,6 +38,27 @@ def chain_buckets(max_requests: int) -> list[int]:
 def variant_for(kinds: Kinds) -> Kinds:
     """The captured variant that serves a batch of these kinds."""
     return next(v for v in VARIANTS if v.sampled >= kinds.sampled and v.seeded >= kinds.seeded)
+
+
+@dataclass
+class Stage:
+    """One step of a chain, with an attention backend of its own.
+
+    Attributes
+    ----------
+    step : int
+        A stage of step K draws nothing: it feeds the last draft.
+    width : int
+        Times that each request stands in its batch.
+    backend : AttentionBackend
+    graphs : dict
+        By batch size and kinds of row.
+    """
+
+    step: int
+    width: int
+    backend: Any
+    graphs: dict[tuple[int, Kinds], torch.cuda.CUDAGraph] = field(default_factory=dict)
 
 
 class ChainGraphs:
@@ -63,28 +86,31 @@ class ChainGraphs:
         largest = self._buckets[-1]
         self._host = {size: self._columns(size, "cpu", pinned=True) for size in self._buckets}
         self._static = {size: self._columns(size, runner.device) for size in self._buckets}
+        law_size = min(spec.top_m, self._vocabulary_size())
+        self._chains = {s: Chain.empty(spec.num_steps, s, law_size, runner.device) for s in self._buckets}
         self._uniforms = torch.zeros(spec.num_steps, largest, dtype=torch.float64, device=runner.device)
-        self._backends = self._build_backends(largest)
-        self._graphs: dict[tuple[int, Kinds], tuple[torch.cuda.CUDAGraph, Chain]] = {}
+        self._stages = [self._make_stage(step, width, largest) for step, width in self._steps()]
         self._capture()
-        logger.info("Captured %d draft chains in %.1f s.", len(self._graphs), time.monotonic() - started)
+        graphs = sum(len(stage.graphs) for stage in self._stages)
+        logger.info("Captured %d steps of draft chains in %.1f s.", graphs, time.monotonic() - started)
 
-    # Times that each request stands in the first step.
-    _first_width = 2
+    def _steps(self) -> list[tuple[int, int]]:
+        """Step and width of every stage, in the order in which they run."""
+        last = self._spec.num_steps
+        return [(0, CATCH_UP), *((step, 1) for step in range(last + 1))]
+
+    def _vocabulary_size(self) -> int:
+        return self._spec.vocab_limit
 
     def _columns(self, size: int, device: str, *, pinned: bool = False) -> Any:
         return Columns.empty(size, device, pinned=pinned)
 
-    def _build_backends(self, largest: int) -> list[Any]:
+    def _make_stage(self, step: int, width: int, largest: int) -> Stage:
         from sglang.srt.model_executor.model_runner_components.attention_backend_setup import get_attention_backend
 
-        backends = []
-        for step in range(self._spec.num_steps):
-            backend = get_attention_backend(model_runner=self._runner)
-            most = self._first_width * largest if step == 0 else largest
-            backend.init_cuda_graph_state(most, most)
-            backends.append(backend)
-        return backends
+        backend = get_attention_backend(model_runner=self._runner)
+        backend.init_cuda_graph_state(width * largest, width * largest)
+        return Stage(step, width, backend)
 
     # --- capture --------------------------------------------------------------------------------
 
@@ -99,46 +125,58 @@ class ChainGraphs:
         try:
             with model_capture_mode(), graph_capture() as context:
                 for size in reversed(self._buckets):  # large ones first: the small ones reuse their memory
-                    # One plan for all variants: a backend keeps one set of buffers per batch size.
-                    self._plan(size, in_capture=True)
+                    for stage in self._stages:
+                        # One plan for all variants: a backend keeps one set of buffers per batch size.
+                        self._plan(size, stage, in_capture=True)
                     for kinds in VARIANTS:
-                        self._graphs[size, kinds] = self._capture_one(size, kinds, pool, context.stream)
+                        for stage in self._stages:
+                            if self._draws(stage) or kinds == VARIANTS[0]:
+                                stage.graphs[size, kinds] = self._capture_one(size, kinds, stage, pool, context.stream)
         except RuntimeError as error:
             raise RuntimeError(f"Capturing the draft chain failed: {error}\n{CUDA_GRAPH_CAPTURE_FAILED_MSG}") from error
 
-    def _capture_one(self, size: int, kinds: Kinds, pool: Any, stream: Any) -> tuple[torch.cuda.CUDAGraph, Chain]:
+    def _capture_one(self, size: int, kinds: Kinds, stage: Stage, pool: Any, stream: Any) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
-        self._chain(size, kinds)  # loads kernels and pays their one-time costs outside the graph
-        for backend in self._backends:
-            backend.on_after_cuda_graph_warmup()
+        self._run_stage(size, kinds, stage)  # loads kernels and pays their one-time costs outside the graph
+        stage.backend.on_after_cuda_graph_warmup()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            result = self._chain(size, kinds)
-        return graph, result
+            self._run_stage(size, kinds, stage)
+        return graph
 
-    def _chain(self, size: int, kinds: Kinds) -> Chain:
-        return run_chain(
-            self._decode,
+    def _draws(self, stage: Stage) -> bool:
+        return stage.step < self._spec.num_steps
+
+    def _run_stage(self, size: int, kinds: Kinds, stage: Stage) -> None:
+        """The device's part of a step."""
+
+        def decode(rows: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return self._forward(stage, self._forward_batch(rows, lens, None, ids)).next_token_logits
+
+        uniforms = self._uniforms[:, :size] if kinds.sampled else None
+        run_step(
+            decode,
             self._static[size],
+            self._chains[size],
             kinds,
-            self._uniforms[:, :size] if kinds.sampled else None,
-            self._spec.num_steps,
+            uniforms,
+            stage.step,
+            stage.width,
             self._spec.vocab_limit,
-            self._spec.top_m,
         )
 
-    def _decode(self, step: int, rows: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _forward(self, stage: Stage, batch: Any, spec_info: Any = None) -> Any:
         from sglang.srt.layers.dp_attention import set_dp_buffer_len, set_is_extend_in_batch
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-        batch = self._forward_batch(rows, lens, None, ids)
-        backend = self._backends[step]
-        with forward_context(ForwardContext(attn_backend=backend)):
-            set_dp_buffer_len(None, len(rows), self._padding_mode.is_max_len(), None)
+        with forward_context(ForwardContext(attn_backend=stage.backend)):
+            set_dp_buffer_len(None, batch.batch_size, self._padding_mode.is_max_len(), None)
             set_is_extend_in_batch(False)
-            backend.init_forward_metadata_in_graph(batch)
-            return self._runner.model.forward(batch.input_ids, batch.positions, batch).next_token_logits
+            # Planned as a plain batch: backends would look for SGLang's own draft loop behind a draft input.
+            stage.backend.init_forward_metadata_in_graph(batch)
+            batch.spec_info = spec_info
+            return self._runner.model.forward(batch.input_ids, batch.positions, batch)
 
     def _forward_batch(self, rows, lens, lens_cpu, ids) -> Any:
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
@@ -158,38 +196,54 @@ class ChainGraphs:
             spec_algorithm=self._runner.spec_algorithm,
         )
 
-    def _plan(self, size: int, *, in_capture: bool = False) -> None:
-        """Let each step's backend prepare for the columns of this size (host and device copy agree)."""
+    def _step_batch(self, columns: Any, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and lengths of a step, of columns on the host or on the device."""
+        return step_batch(columns, stage.step, stage.width)
+
+    def _plan(self, size: int, stage: Stage, *, in_capture: bool = False) -> None:
+        """Let a step's backend prepare for the columns of this size (host and device copy agree)."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-        device, host = self._static[size], self._host[size]
-        rows, lens, ids = first_batch(device)
-        lens_cpu = first_batch(host)[1]
-        for step, backend in enumerate(self._backends):
-            if step == 1:
-                rows, lens, ids, lens_cpu = device.rows, device.lens, device.last, host.lens
-            batch = self._forward_batch(rows, lens + step, lens_cpu + step, ids)
-            with forward_context(ForwardContext(attn_backend=backend)):
-                backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
+        rows, lens = self._step_batch(self._static[size], stage)
+        lens_cpu = self._step_batch(self._host[size], stage)[1]
+        batch = self._forward_batch(rows, lens, lens_cpu, rows)  # which tokens are fed does not matter
+        with forward_context(ForwardContext(attn_backend=stage.backend)):
+            stage.backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
 
     # --- replay ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run(self, states: Sequence[DraftState]) -> tuple[Chain, Kinds]:
-        """Draft for the given requests; tensors of the result are the graph's own, valid until the next replay."""
-        size = next(size for size in self._buckets if size >= len(states))
+    def run(self, states: Sequence[DraftState], width: int) -> tuple[Chain, Kinds]:
+        """Draft for the given requests, each of which misses ``width`` tokens at most.
+
+        The chain's tensors are the graphs' own, valid until the next run; it may have padding rows at the end.
+        """
+        size = self._size_for(len(states))
         host, static = self._host[size], self._static[size]
         kinds = host.fill(states)
         static.ints.copy_(host.ints, non_blocking=True)
         static.floats.copy_(host.floats, non_blocking=True)
-        return self._replay(size, kinds), kinds
+        return self._replay(size, kinds, width), kinds
 
-    def _replay(self, size: int, kinds: Kinds) -> Chain:
+    @torch.inference_mode()
+    def feed_last(self, count: int) -> None:
+        """Feed the last drafts of the chain that ran last, for ``count`` requests."""
+        size = self._size_for(count)
+        self._play(size, VARIANTS[0], self._stages[-1])
+
+    def _size_for(self, count: int) -> int:
+        return next(size for size in self._buckets if size >= count)
+
+    def _replay(self, size: int, kinds: Kinds, width: int) -> Chain:
         """Run the chain of this size over what stands in its columns."""
         variant = variant_for(kinds)
         if variant.sampled:
             self._uniforms.uniform_(generator=self._generator)
-        self._plan(size)
-        graph, chain = self._graphs[size, variant]
-        graph.replay()
-        return chain
+        for stage in self._stages:
+            if self._draws(stage) and (stage.step or stage.width == width):
+                self._play(size, variant, stage)
+        return self._chains[size]
+
+    def _play(self, size: int, variant: Kinds, stage: Stage) -> None:
+        self._plan(size, stage)
+        stage.graphs[size, variant].replay()

@@ -12,7 +12,7 @@ from sglang_psd.drafter.columns import Columns, Kinds
 from sglang_psd.drafter.head_rows import HeadState
 from sglang_psd.drafter.proposals import draw_proposals
 
-# decode(step, rows, lens, positions, ids, hidden) -> (logits [R, D], hidden [R, H]): feed one token per row.
+# decode(rows, lens, positions, ids, hidden) -> (logits [R, D], hidden [R, H]): feed one token per row.
 HeadDecode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -30,6 +30,11 @@ class Vocabulary:
 
     limit: int
     ids: torch.Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """How many tokens can be proposed."""
+        return self.limit if self.ids is None else len(self.ids)
 
 
 @dataclass
@@ -80,36 +85,34 @@ class HeadColumns:
             begin += count
         return kinds, [pick for place in picks for pick in place]
 
-    def first_batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, lengths, positions and ids of the first step, ``[W R] int64`` each.
+    def step_batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, lengths and positions of a step, ``[W R] int64`` each in the first one and ``[R]`` later.
 
-        Each request stands in it ``W`` times, as in ``chain.first_batch``: a layer writes the KV of the whole batch
-        before it attends. A position that stands in it twice is written twice, with the same value.
+        Each request stands in the first step ``W`` times, as in ``chain.step_batch``: a layer writes the KV of the
+        whole batch before it attends. A position that stands in it twice is written twice, with the same value.
         """
-        width = len(self.extra) - 2
         fed, count = self.extra[0], self.extra[1]
+        if step:
+            return self.base.rows, fed + count + step, self.base.lens + step - 2
+        width = len(self.extra) - 2
         place = torch.arange(width, device=self.extra.device).view(-1, 1)
         row = (count - width + place).clamp(min=0)
         positions = (self.base.lens - 1 - count + row).clamp(min=0)  # padding has one token
         rows = self.base.rows.repeat(width)  # a copy: kernels read it without asking for strides
-        return rows, (fed + row + 1).view(-1), positions.view(-1), self.extra[2:].reshape(-1)
-
-    def later_batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, lengths and positions of a later step, ``[R] int64`` each."""
-        return self.base.rows, self.extra[0] + self.extra[1] + step, self.base.lens + step - 2
+        return rows, (fed + row + 1).view(-1), positions.view(-1)
 
 
-def run_head_chain(
+def run_head_step(
     decode: HeadDecode,
     columns: HeadColumns,
-    features: torch.Tensor,
+    hidden: torch.Tensor,
+    chain: Chain,
     kinds: Kinds,
     uniforms: torch.Tensor | None,
-    num_steps: int,
-    top_m: int,
+    step: int,
     vocabulary: Vocabulary,
-) -> Chain:
-    """Draft ``num_steps`` tokens for each row.
+) -> torch.Tensor:
+    """Feed a token per row, in the first step those that were accepted, and put the next one into ``chain``.
 
     Device operations of fixed shape only, apart from what ``decode`` does.
 
@@ -118,39 +121,27 @@ def run_head_chain(
     decode : callable
     columns : HeadColumns
         On the device; ``R`` rows.
-    features : Tensor, ``[W R, feature_size]``
-        The target's hidden states for the first step.
+    hidden : Tensor, ``[W R, feature_size]`` or ``[R, H]``
+        The target's hidden states in the first step, then what the step before returned.
+    chain : Chain
+        Holds the drafts of the steps before.
     kinds : Kinds
     uniforms : Tensor or None, ``[K, R] float64``
-    num_steps, top_m : int
+    step : int
     vocabulary : Vocabulary
 
     Returns
     -------
-    Chain
+    Tensor, ``[R, H]``
+        The head's own hidden states.
     """
+    ids = chain.tokens[step - 1] if step else columns.extra[2:].reshape(-1)
+    logits, hidden = decode(*columns.step_batch(step), ids, hidden)
     count = columns.extra.shape[1]
-    rows, lens, positions, ids = columns.first_batch()
-    hidden = features
-    drawn: list[Drawn] = []
-    for step in range(num_steps):
-        if step:
-            rows, lens, positions = columns.later_batch(step)
-        logits, hidden = decode(step, rows, lens, positions, ids, hidden)
-        hidden = hidden[-count:]
-        drawn.append(
-            draw_mapped(
-                logits[-count:],
-                columns.base,
-                kinds,
-                columns.base.lens + step,
-                None if uniforms is None else uniforms[step],
-                top_m,
-                vocabulary,
-            )
-        )
-        ids = drawn[-1][0]
-    return Chain.of_steps(drawn)
+    noise = None if uniforms is None else uniforms[step]
+    positions = columns.base.lens + step
+    chain.put(step, draw_mapped(logits[-count:], columns.base, kinds, positions, noise, chain.law_size, vocabulary))
+    return hidden[-count:]
 
 
 def draw_mapped(

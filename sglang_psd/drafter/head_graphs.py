@@ -1,4 +1,4 @@
-"""A whole chain of an EAGLE head as one CUDA graph per batch size."""
+"""Each step of an EAGLE head's chain as one CUDA graph per batch size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from sglang_psd.drafter.chain import Chain
 from sglang_psd.drafter.columns import Kinds
-from sglang_psd.drafter.graphs import ChainGraphs
-from sglang_psd.drafter.head_chain import HeadColumns, Vocabulary, run_head_chain
+from sglang_psd.drafter.graphs import ChainGraphs, Stage
+from sglang_psd.drafter.head_chain import HeadColumns, Vocabulary, run_head_step
 from sglang_psd.drafter.head_rows import HeadState
 from sglang_psd.transfer import to_device
 
@@ -31,67 +31,54 @@ class HeadGraphs(ChainGraphs):
     def __init__(self, runner: Any, spec: DrafterSpec, generator: torch.Generator, vocabulary: Vocabulary):
         assert spec.head is not None
         self._vocabulary = vocabulary
-        self._first_width = spec.num_steps + 1
-        rows = self._first_width * spec.max_requests
+        self._width = spec.num_steps + 1
+        rows = self._width * spec.max_requests
         self._features = torch.zeros(rows, spec.head.feature_size, dtype=runner.dtype, device=runner.device)
+        # What each captured step leaves for the next one: tensors of the graphs.
+        self._hidden: dict[tuple[int, Kinds, int], torch.Tensor] = {}
         super().__init__(runner, spec, generator)
 
+    def _steps(self) -> list[tuple[int, int]]:
+        return [(0, self._width), *((step, 1) for step in range(1, self._spec.num_steps))]
+
+    def _vocabulary_size(self) -> int:
+        return self._vocabulary.size
+
     def _columns(self, size: int, device: str, *, pinned: bool = False) -> HeadColumns:
-        return HeadColumns.empty(size, self._first_width, device, pinned=pinned)
+        return HeadColumns.empty(size, self._width, device, pinned=pinned)
 
     # --- capture --------------------------------------------------------------------------------
 
-    def _chain(self, size: int, kinds: Kinds) -> Chain:
-        return run_head_chain(
-            self._decode_head,
+    def _run_stage(self, size: int, kinds: Kinds, stage: Stage) -> None:
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+        from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+        def decode(rows, lens, positions, ids, hidden) -> tuple[torch.Tensor, torch.Tensor]:
+            batch = self._forward_batch(rows, lens, None, ids)
+            batch.positions, batch.capture_hidden_mode = positions, CaptureHiddenMode.LAST
+            output = self._forward(stage, batch, EagleDraftInput(hidden_states=hidden))
+            return output.next_token_logits, output.hidden_states
+
+        self._hidden[size, kinds, stage.step] = run_head_step(
+            decode,
             self._static[size],
-            self._features[: self._first_width * size],
+            self._hidden[size, kinds, stage.step - 1] if stage.step else self._features[: self._width * size],
+            self._chains[size],
             kinds,
             self._uniforms[:, :size] if kinds.sampled else None,
-            self._spec.num_steps,
-            self._spec.top_m,
+            stage.step,
             self._vocabulary,
         )
 
-    def _decode_head(self, step: int, rows, lens, positions, ids, hidden) -> tuple[torch.Tensor, torch.Tensor]:
-        from sglang.srt.layers.dp_attention import set_dp_buffer_len, set_is_extend_in_batch
-        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-        from sglang.srt.speculative.eagle_info import EagleDraftInput
-
-        batch = self._forward_batch(rows, lens, None, ids)
-        batch.positions, batch.capture_hidden_mode = positions, CaptureHiddenMode.LAST
-        backend = self._backends[step]
-        with forward_context(ForwardContext(attn_backend=backend)):
-            set_dp_buffer_len(None, len(rows), self._padding_mode.is_max_len(), None)
-            set_is_extend_in_batch(False)
-            # Planned as a plain batch: backends would look for SGLang's own draft loop behind a draft input.
-            backend.init_forward_metadata_in_graph(batch)
-            batch.spec_info = EagleDraftInput(hidden_states=hidden)
-            output = self._runner.model.forward(ids, positions, batch)
-        return output.next_token_logits, output.hidden_states
-
-    def _plan(self, size: int, *, in_capture: bool = False) -> None:
-        """Let each step's backend prepare for the columns of this size (host and device copy agree)."""
-        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-
-        device, host = self._static[size], self._host[size]
-        rows, lens, _, ids = device.first_batch()
-        lens_cpu = host.first_batch()[1]
-        for step, backend in enumerate(self._backends):
-            if step:
-                rows, lens, _ = device.later_batch(step)
-                lens_cpu, ids = host.later_batch(step)[1], device.base.last
-            batch = self._forward_batch(rows, lens, lens_cpu, ids)
-            with forward_context(ForwardContext(attn_backend=backend)):
-                backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
+    def _step_batch(self, columns: HeadColumns, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
+        return columns.step_batch(stage.step)[:2]
 
     # --- replay ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run(self, states: Sequence[HeadState]) -> tuple[Chain, Kinds]:
-        """Feed what waits of the given requests and draft for them; tensors of the result are the graph's own."""
-        size = next(size for size in self._buckets if size >= len(states))
+    def draft(self, states: Sequence[HeadState]) -> tuple[Chain, Kinds]:
+        """Feed what waits of the given requests and draft for them; tensors of the result are the graphs' own."""
+        size = self._size_for(len(states))
         host, static = self._host[size], self._static[size]
         kinds, picks = host.fill(states)
         pieces = [piece for state in states for piece in state.take(state.feedable)]
@@ -100,4 +87,4 @@ class HeadGraphs(ChainGraphs):
         static.base.ints.copy_(host.base.ints, non_blocking=True)
         static.base.floats.copy_(host.base.floats, non_blocking=True)
         static.extra.copy_(host.extra, non_blocking=True)
-        return self._replay(size, kinds), kinds
+        return self._replay(size, kinds, self._width), kinds

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 import torch
 
-from sglang_psd.drafter.chain import Chain
-from sglang_psd.drafter.columns import Columns, Kinds
-from sglang_psd.drafter.head_chain import HeadColumns, Vocabulary, run_head_chain
+from sglang_psd.drafter.chain import Chain, HostChain
+from sglang_psd.drafter.columns import Kinds
+from sglang_psd.drafter.head_chain import HeadColumns, Vocabulary, run_head_step
 from sglang_psd.drafter.head_graphs import HeadGraphs
 from sglang_psd.drafter.head_rows import HeadState
 from sglang_psd.drafter.head_weights import read_target_matrices
@@ -165,37 +165,36 @@ class HeadModel(DraftModel):
         )
 
     @torch.inference_mode()
-    def draft_chain(self, states: Sequence[HeadState], num_steps: int) -> tuple[Chain, Kinds]:
+    def draft_chain(self, states: Sequence[HeadState], num_steps: int) -> HostChain:
         """Feed what waits of each request, at most ``spec.num_steps + 1`` positions, and draft ``num_steps`` tokens.
 
-        KV for what waits and for ``num_steps - 1`` positions more must have been reserved; the rest is as in
-        ``DraftModel``.
+        KV for what waits and for ``num_steps - 1`` positions more must have been reserved.
         """
         if self._head_graphs is not None and num_steps == self._spec.num_steps:
-            return self._head_graphs.run(states)
+            chain, kinds = self._head_graphs.draft(states)
+        else:
+            chain, kinds = self._draft_eagerly(states, num_steps)
+        return chain.to_host(kinds, len(states))
+
+    def _draft_eagerly(self, states: Sequence[HeadState], num_steps: int) -> tuple[Chain, Kinds]:
         columns = HeadColumns.empty(len(states), self._spec.num_steps + 1, "cpu")
         kinds, picks = columns.fill(states)
         pieces = [piece for state in states for piece in state.take(state.feedable)]
-        features = torch.cat(pieces).index_select(0, to_device(torch.tensor(picks), self.device))
-        lens_cpu = [columns.first_batch()[1], *(columns.later_batch(step)[1] for step in range(1, num_steps))]
-        on_device = HeadColumns(
-            Columns(to_device(columns.base.ints, self.device), to_device(columns.base.floats, self.device)),
-            to_device(columns.extra, self.device),
-        )
-        uniforms = None
-        if kinds.sampled:
-            shape = (num_steps, len(states))
-            uniforms = torch.rand(shape, dtype=torch.float64, device=self.device, generator=self._generator)
+        hidden = torch.cat(pieces).index_select(0, to_device(torch.tensor(picks), self.device))
+        on_device = HeadColumns(self._on_device(columns.base), to_device(columns.extra, self.device))
+        uniforms = self._draw_uniforms(kinds, num_steps, len(states))
+        law_size = min(self._spec.top_m, self.vocabulary.size)
+        chain = Chain.empty(num_steps, len(states), law_size, self.device)
+        for step in range(num_steps):
+            lens_cpu = columns.step_batch(step)[1]
 
-        def decode(step: int, rows, lens, positions, ids, hidden) -> tuple[torch.Tensor, torch.Tensor]:
-            from sglang.srt.model_executor.forward_batch_info import ForwardMode
+            def decode(rows, lens, positions, ids, hidden, lens_cpu=lens_cpu) -> tuple[torch.Tensor, torch.Tensor]:
+                from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-            slots = self._slots(rows, lens - 1)
-            return self._forward_head(ForwardMode.DECODE, rows, lens_cpu[step], lens, ids, positions, slots, hidden)
+                slots = self._slots(rows, lens - 1)
+                return self._forward_head(ForwardMode.DECODE, rows, lens_cpu, lens, ids, positions, slots, hidden)
 
-        chain = run_head_chain(
-            decode, on_device, features, kinds, uniforms, num_steps, self._spec.top_m, self.vocabulary
-        )
+            hidden = run_head_step(decode, on_device, hidden, chain, kinds, uniforms, step, self.vocabulary)
         return chain, kinds
 
     def _slots(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -9,17 +9,29 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from sglang_psd.drafter.chain import Chain, first_batch, run_chain
+from sglang_psd.drafter.chain import CATCH_UP, Chain, HostChain, run_step, step_batch
 from sglang_psd.drafter.columns import Columns, Kinds
 from sglang_psd.drafter.graphs import ChainGraphs
 from sglang_psd.drafter.rows import DraftState, Pooled
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.transfer import to_device
+
+
+@dataclass
+class _EagerChain:
+    """A chain that is run step by step, without graphs."""
+
+    columns: Columns
+    on_device: Columns
+    chain: Chain
+    kinds: Kinds
+    uniforms: torch.Tensor | None
 
 
 class DraftModel:
@@ -45,6 +57,7 @@ class DraftModel:
         self.device: str = self._runner.device
         self._generator = torch.Generator(device=self.device).manual_seed(spec.random_seed)
         self._graphs = ChainGraphs(self._runner, spec, self._generator) if spec.cuda_graphs else None
+        self._eager: _EagerChain | None = None
         self.context_len = int(self._runner.model_config.context_len)
         self.vocab_size = int(self._runner.model_config.vocab_size)
         self.kv_tokens = self.free_kv_tokens
@@ -142,28 +155,58 @@ class DraftModel:
             extend_logprob_start_lens_cpu=takes,
         )
 
-    def draft_chain(self, states: Sequence[DraftState], num_steps: int) -> tuple[Chain, Kinds]:
+    @torch.inference_mode()
+    def draft_chain(self, states: Sequence[DraftState], num_steps: int) -> HostChain:
         """Draft ``num_steps`` tokens for each request; catches up one or two committed tokens on the way.
 
-        KV below ``len(tokens) + num_steps - 1`` must have been reserved. The result's tensors may be overwritten by
-        the next call; it may have padding rows at the end.
+        KV below ``len(tokens) + num_steps - 1`` must have been reserved.
+        """
+        width = 1 if all(state.missing == 1 for state in states) else CATCH_UP
+        if self._graphs is not None and num_steps == self._spec.num_steps:
+            chain, kinds = self._graphs.run(states, width)
+        else:
+            columns = Columns.empty(len(states), "cpu")
+            kinds = columns.fill(states)
+            self._eager = _EagerChain(
+                columns,
+                self._on_device(columns),
+                Chain.empty(num_steps, len(states), min(self._spec.top_m, self._spec.vocab_limit), self.device),
+                kinds,
+                self._draw_uniforms(kinds, num_steps, len(states)),
+            )
+            for step in range(num_steps):
+                self._run_step(self._eager, step, width if step == 0 else 1)
+            chain = self._eager.chain
+        return chain.to_host(kinds, len(states))
+
+    @torch.inference_mode()
+    def feed_last(self, states: Sequence[DraftState], num_steps: int) -> None:
+        """Feed the last drafts of the chain just drafted for ``states``; nothing may have happened in between.
+
+        KV below ``len(tokens) + num_steps`` must have been reserved.
         """
         if self._graphs is not None and num_steps == self._spec.num_steps:
-            return self._graphs.run(states)
-        columns = Columns.empty(len(states), "cpu")
-        kinds = columns.fill(states)
-        lens_cpu = [first_batch(columns)[1], *(columns.lens + step for step in range(1, num_steps))]
-        on_device = Columns(to_device(columns.ints, self.device), to_device(columns.floats, self.device))
-        uniforms = None
-        if kinds.sampled:
-            shape = (num_steps, len(states))
-            uniforms = torch.rand(shape, dtype=torch.float64, device=self.device, generator=self._generator)
+            self._graphs.feed_last(len(states))
+        elif self._eager is not None:
+            self._run_step(self._eager, num_steps, 1)
 
-        def decode(step: int, rows: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            return self._decode(rows, lens_cpu[step], lens, ids)
+    def _run_step(self, eager: _EagerChain, step: int, width: int) -> None:
+        lens_cpu = step_batch(eager.columns, step, width)[1]
 
-        chain = run_chain(decode, on_device, kinds, uniforms, num_steps, self._spec.vocab_limit, self._spec.top_m)
-        return chain, kinds
+        def decode(rows: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return self._decode(rows, lens_cpu, lens, ids)
+
+        limit = self._spec.vocab_limit
+        run_step(decode, eager.on_device, eager.chain, eager.kinds, eager.uniforms, step, width, limit)
+
+    def _on_device(self, columns: Columns) -> Columns:
+        return Columns(to_device(columns.ints, self.device), to_device(columns.floats, self.device))
+
+    def _draw_uniforms(self, kinds: Kinds, num_steps: int, count: int) -> torch.Tensor | None:
+        if not kinds.sampled:
+            return None
+        shape = (num_steps, count)
+        return torch.rand(shape, dtype=torch.float64, device=self.device, generator=self._generator)
 
     def _decode(self, rows, lens_cpu, lens, ids) -> torch.Tensor:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode

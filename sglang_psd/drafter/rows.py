@@ -87,6 +87,10 @@ class DraftState:
         self.fed.extend(self.tokens[len(self.fed) :])
         self.fed.extend(int(token) for token in drafts[:-1])
 
+    def note_last(self, draft: int) -> None:
+        """Remember that the last draft of the chain has been fed, too."""
+        self.fed.append(draft)
+
     @property
     def num_fed(self) -> int:
         """How many tokens have KV in the pool."""

@@ -65,6 +65,9 @@ class DrafterLoop:
                     return
                 self._handle(message, received_s)
                 self._drain(0.0)
+                if isinstance(message, Round) and not self._inbox:
+                    self._engine.use_pause()
+                    self._drain(0.0)
             while not self._inbox and self._engine.prefill_some():
                 self._drain(0.0)
 

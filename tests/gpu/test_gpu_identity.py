@@ -195,8 +195,8 @@ def test_exact_mode_is_identical(name: str, outcomes: dict[str, dict]) -> None:
     assert outcomes[name]["ids"] == outcomes["plain_exact"]["ids"]
 
 
-# Drafter and verify use different bf16 kernels, in the exact cases too (one token a row against a chunk): about one
-# token in a hundred of the tiny model is a tie that they resolve differently, and the rest of its chunk is lost with it.
+# Drafter and verify use different bf16 kernels, in the exact cases too (a token a row against a chunk): about one token
+# in a hundred of the tiny model is a tie that they resolve differently, and the rest of its chunk is lost with it.
 SAME = {
     "same_k3": (3, 0.92),
     "same_k5_page16": (5, 0.9),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from sglang_psd.channel.messages import Sampling
+from sglang_psd.drafter.chain import Chain
 from sglang_psd.drafter.columns import Kinds
-from sglang_psd.drafter.head_chain import HeadColumns, Vocabulary, draw_mapped, run_head_chain
+from sglang_psd.drafter.head_chain import HeadColumns, Vocabulary, draw_mapped, run_head_step
 from sglang_psd.drafter.head_rows import HeadState
 
 GREEDY = Sampling(True, 1.0, 1, 1.0, 0.0, None)
@@ -30,7 +31,8 @@ def columns(*states: HeadState, size: int) -> tuple[HeadColumns, list[int], torc
 def test_first_step() -> None:
     a, b = state("a", tokens=9, start=0, fed=5, row=3), state("b", tokens=6, start=2, fed=2, row=7)
     made, picks, waiting = columns(a, b, size=3)
-    rows, lens, positions, ids = (t.view(WIDTH, 3) for t in made.first_batch())
+    rows, lens, positions = (t.view(WIDTH, 3) for t in made.step_batch(0))
+    ids = made.extra[2:]
     features = waiting[picks].view(WIDTH, 3)
     assert rows[:, 0].tolist() == [3] * 4 and rows[:, 1].tolist() == [7] * 4 and rows[:, 2].tolist() == [0] * 4
     # a: hidden states 5, 6, 7 with tokens 6, 7, 8; the first place is filled by the first of them.
@@ -50,33 +52,36 @@ def test_first_step() -> None:
 def test_batches_of_one_request_are_contiguous() -> None:
     """GPU kernels read them without strides: one request repeated must not be a view that stands still."""
     made, _, _ = columns(state("a", tokens=9, start=0, fed=5, row=3), size=1)
-    assert all(t.stride() == (1,) for t in (*made.first_batch(), *made.later_batch(1)))
+    assert all(t.stride() == (1,) for t in (*made.step_batch(0), *made.step_batch(1)))
 
 
 def test_later_steps() -> None:
     made, _, _ = columns(state("a", 9, 0, 5, 3), state("b", 6, 2, 2, 7), size=2)
-    rows, lens, positions = made.later_batch(1)
+    rows, lens, positions = made.step_batch(1)
     assert rows.tolist() == [3, 7]
     assert positions.tolist() == [8, 5], "the first draft stands where the last committed token's successor does"
     assert lens.tolist() == [9, 4]
-    assert made.later_batch(2)[2].tolist() == [9, 6] and made.later_batch(2)[1].tolist() == [10, 5]
+    assert made.step_batch(2)[2].tolist() == [9, 6] and made.step_batch(2)[1].tolist() == [10, 5]
 
 
 def test_a_chain_feeds_drafts_with_the_heads_own_output() -> None:
     made, picks, waiting = columns(state("a", 9, 0, 5, 3), size=1)
     seen = []
 
-    def decode(step, rows, lens, positions, ids, hidden):
-        seen.append((step, positions.tolist(), ids.tolist(), hidden.view(-1).tolist()))
+    def decode(rows, lens, positions, ids, hidden):
+        step = len(seen)
+        seen.append((positions.tolist(), ids.tolist(), hidden.view(-1).tolist()))
         logits = torch.zeros(len(rows), 300)
         logits[:, 40 + step] = 1
         return logits, torch.full((len(rows), 1), 1000.0 + step)
 
-    chain = run_head_chain(decode, made, waiting[picks].float(), Kinds(), None, 3, 8, Vocabulary(300))
-    assert chain.tokens.tolist() == [[40, 41, 42]] and chain.law_ids is None
-    assert seen[0] == (0, [5, 5, 6, 7], [106, 106, 107, 108], [5.0, 5.0, 6.0, 7.0])
-    assert seen[1] == (1, [8], [40], [1000.0])
-    assert seen[2] == (2, [9], [41], [1001.0])
+    chain, hidden = Chain.empty(3, 1, 8, "cpu"), waiting[picks].float()
+    for step in range(3):
+        hidden = run_head_step(decode, made, hidden, chain, Kinds(), None, step, Vocabulary(300))
+    assert chain.to_host(Kinds(), 1).tokens.tolist() == [[40, 41, 42]]
+    assert seen[0] == ([5, 5, 6, 7], [106, 106, 107, 108], [5.0, 5.0, 6.0, 7.0])
+    assert seen[1] == ([8], [40], [1000.0])
+    assert seen[2] == ([9], [41], [1001.0])
 
 
 def _columns_of(sampling: Sampling) -> HeadColumns:

@@ -19,6 +19,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.calls: list[tuple] = []
         self.cold: set[str] = set()
+        self.pauses: list[tuple] = []
 
     def open(self, message: m.Open) -> None:
         if message.rid == "foreign":
@@ -43,6 +44,9 @@ class FakeEngine:
     def draft(self, round_id, rows, num_steps, received_s):
         self.calls.append(("draft", round_id, *(row.rid for row in rows)))
         return ("proposals", round_id, [row.rid for row in rows])
+
+    def use_pause(self) -> None:
+        self.pauses.append(self.calls[-1] if self.calls else ())
 
     def stats(self, ping_id: int):
         return ("stats", ping_id)
@@ -84,6 +88,12 @@ def test_rounds_are_answered_in_order() -> None:
     channel = run(engine, [m.Open("a", b"", GREEDY), round_of(0, ("a", 5))], [round_of(1, ("a", 6)), m.Close(["a"])])
     assert engine.calls == [("open", "a"), ("draft", 0, "a"), ("draft", 1, "a"), ("close", "a")]
     assert [message[1] for message in channel.sent] == [0, 1]
+
+
+def test_a_pause_is_used_once_nothing_waits() -> None:
+    engine = FakeEngine()
+    run(engine, [round_of(0, ("a", 5)), round_of(1, ("b", 5))], [m.Ping(1)], [round_of(2, ("a", 6))])
+    assert engine.pauses == [("draft", 1, "b"), ("draft", 2, "a")]
 
 
 def test_overtaken_rows_are_committed_but_not_drafted() -> None:
