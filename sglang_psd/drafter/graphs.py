@@ -81,6 +81,7 @@ class ChainGraphs:
         self._spec = spec
         self._generator = generator
         self._table = runner.req_to_token_pool.req_to_token
+        self._sliding_window = runner.is_hybrid_swa
         self._padding_mode = DpPaddingMode.get_default_mode_in_cuda_graph()
         self._buckets = chain_buckets(spec.max_requests)
         largest = self._buckets[-1]
@@ -152,7 +153,9 @@ class ChainGraphs:
         """The device's part of a step."""
 
         def decode(rows: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            return self._forward(stage, self._forward_batch(rows, lens, None, ids)).next_token_logits
+            return self._forward(
+                stage, self._forward_batch(rows, lens, None, ids, self._slots(rows, lens))
+            ).next_token_logits
 
         uniforms = self._uniforms[:, :size] if kinds.sampled else None
         run_step(
@@ -178,7 +181,11 @@ class ChainGraphs:
             batch.spec_info = spec_info
             return self._runner.model.forward(batch.input_ids, batch.positions, batch)
 
-    def _forward_batch(self, rows, lens, lens_cpu, ids) -> Any:
+    def _slots(self, rows: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        """KV slots of the tokens that a step feeds, ``[R] int64``."""
+        return self._table[rows, lens - 1].to(torch.int64)
+
+    def _forward_batch(self, rows, lens, lens_cpu, ids, slots) -> Any:
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
         return ForwardBatch(
@@ -187,7 +194,7 @@ class ChainGraphs:
             input_ids=ids,
             req_pool_indices=rows,
             seq_lens=lens,
-            out_cache_loc=self._table[rows, lens - 1].to(torch.int64),
+            out_cache_loc=slots,
             seq_lens_sum=None if lens_cpu is None else int(lens_cpu.sum()),
             seq_lens_cpu=lens_cpu,
             positions=lens - 1,
@@ -206,7 +213,9 @@ class ChainGraphs:
 
         rows, lens = self._step_batch(self._static[size], stage)
         lens_cpu = self._step_batch(self._host[size], stage)[1]
-        batch = self._forward_batch(rows, lens, lens_cpu, rows)  # which tokens are fed does not matter
+        # Which tokens are fed does not matter; where they are written does to sliding windows only.
+        slots = self._slots(rows, lens) if self._sliding_window else None
+        batch = self._forward_batch(rows, lens, lens_cpu, rows, slots)
         with forward_context(ForwardContext(attn_backend=stage.backend)):
             stage.backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
 

@@ -54,7 +54,7 @@ class HeadGraphs(ChainGraphs):
         from sglang.srt.speculative.eagle_info import EagleDraftInput
 
         def decode(rows, lens, positions, ids, hidden) -> tuple[torch.Tensor, torch.Tensor]:
-            batch = self._forward_batch(rows, lens, None, ids)
+            batch = self._forward_batch(rows, lens, None, ids, self._slots(rows, lens))
             batch.positions, batch.capture_hidden_mode = positions, CaptureHiddenMode.LAST
             output = self._forward(stage, batch, EagleDraftInput(hidden_states=hidden))
             return output.next_token_logits, output.hidden_states

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -192,6 +193,9 @@ def main(argv: list[str]) -> int:
         logger.exception("The drafter could not start.")
         _last_words(channel, error)
         return 1
+    # A round takes milliseconds: no pause for looking through everything that was imported.
+    gc.collect()
+    gc.freeze()
     hello = engine.hello(os.getpid())
     channel.send(hello)
     logger.info(
