@@ -93,6 +93,7 @@ class RecordsMixin(_Base):
                 "open_requests": client.open_requests if client else 0,
                 "failure": client.failure if client else None,
                 "state": self._psd_drafter_state(),
+                "standby": self.psd_supervisor.standby_state if self.psd_supervisor else "off",
                 "restarts": self.psd_supervisor.restarts if self.psd_supervisor else 0,
                 "reopened": client.reopened if client else 0,
                 "resyncs": client.resyncs if client else 0,

@@ -34,11 +34,15 @@ PSD_FLAGS = [
     str(TINY_DRAFT),
     "--speculative-num-steps",
     str(NUM_STEPS),
+    # Importing everything once more takes a core for long; the server whose drafter is lost keeps a standby.
+    "--psd-config",
+    '{"standby": false}',
 ]
 PSD_KEYWORDS: dict = {
     "speculative_algorithm": "PSD",
     "speculative_draft_model_path": str(TINY_DRAFT),
     "speculative_num_steps": NUM_STEPS,
+    "psd_config": {"standby": False},
 }
 if ON_GPU:
     PSD_FLAGS += ["--psd-drafter-mem-fraction", "0.6"]

@@ -249,7 +249,7 @@ def test_a_sender_ends(endpoint) -> None:
 class Sleeper(DrafterProcess):
     """A drafter that never says anything."""
 
-    def _spawn(self, visible_device):
+    def _spawn(self, environment, standby):
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
 
@@ -262,7 +262,7 @@ class Sleeper(DrafterProcess):
     ],
 )
 def test_a_drafter_that_does_not_come_up_is_named_and_gone(action, words) -> None:
-    process = Sleeper(SPEC, None)
+    process = Sleeper(SPEC, os.environ)
     action(process)
     with pytest.raises(DrafterStartError, match=words):
         process.join(1.0)
@@ -272,7 +272,7 @@ def test_a_drafter_that_does_not_come_up_is_named_and_gone(action, words) -> Non
 
 def test_a_stopped_process_ends_too() -> None:
     """SIGSTOP holds SIGTERM back; stop() does not wait for it for ever."""
-    process = Sleeper(SPEC, None)
+    process = Sleeper(SPEC, os.environ)
     process._process.send_signal(19)
     process.stop()
     assert not process.alive()
