@@ -60,7 +60,7 @@ class RecoveryMixin(_Base):
                 self.psd_metrics.count_loss()
             process.abandon()
             if self.psd.restart:
-                supervisor.lost()
+                supervisor.lost(process)
             else:
                 supervisor.give_up("the drafter is lost, and 'restart' in --psd-config is false")
         successor = supervisor.tick()

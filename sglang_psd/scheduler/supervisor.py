@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 FIRST_DELAY_S = 0.5
 # Back-off and the limit look back this far.
 LOSS_WINDOW_S = 600.0
+# The next attempt waits this long at most for the last process to be gone.
+LEAVE_WITHIN_S = 10.0
 
 
 class DrafterSupervisor:
@@ -60,6 +62,7 @@ class DrafterSupervisor:
         self._standby = standby
         self._losses: deque[float] = deque(maxlen=max_losses)
         self._due_s: float | None = None
+        self._leaving: DrafterProcess | None = None
         self._starting: DrafterProcess | None = None
         self._started_s = 0.0
         self.restarts = 0
@@ -79,9 +82,13 @@ class DrafterSupervisor:
             return "starting"
         return "up" if self._due_s is None else "waiting"
 
-    def lost(self) -> None:
-        """The drafter is gone: schedule the next attempt, or give up."""
-        now = self._clock()
+    def lost(self, process: DrafterProcess | None = None) -> None:
+        """The drafter is gone: schedule the next attempt, or give up.
+
+        A ``process`` that has been killed holds its GPU's memory until the driver has taken it back, which may take a
+        second or two. The next one would find no room: it has to wait until this one is reaped.
+        """
+        now, self._leaving = self._clock(), process
         self._losses.append(now)
         if len(self._losses) == self._max_losses and now - self._losses[0] < LOSS_WINDOW_S:
             self.give_up(f"the drafter was lost {self._max_losses} times within {LOSS_WINDOW_S:.0f} s")
@@ -102,8 +109,8 @@ class DrafterSupervisor:
         """Move on; returns a drafter that has just become ready."""
         if self._starting is not None:
             return self._poll_start(self._starting)
-        if self._due_s is not None and self._clock() >= self._due_s:
-            self._due_s = None
+        if self._due_s is not None and self._clock() >= self._due_s and not self._must_wait(self._due_s):
+            self._due_s = self._leaving = None
             self._attempt()
         elif self.state == "up" and self._standby is not None:
             self._standby.tend()
@@ -119,6 +126,10 @@ class DrafterSupervisor:
         if self._starting is not None:
             self._starting.abandon()
             self._starting = None
+
+    def _must_wait(self, since_s: float) -> bool:
+        leaving = self._leaving
+        return leaving is not None and leaving.alive() and self._clock() < since_s + LEAVE_WITHIN_S
 
     def _attempt(self) -> None:
         standby = None if self._standby is None else self._standby.take()
@@ -150,5 +161,5 @@ class DrafterSupervisor:
         if reason is not None:
             logger.error("PSD: a new drafter could not be started (%s).", reason)
             self._end_start()
-            self.lost()
+            self.lost(process)
         return None

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_psd.channel.messages import SCHEMA_VERSION, Failure, Hello
 from sglang_psd.scheduler.standby import RETRY_S, StandbyKeeper
-from sglang_psd.scheduler.supervisor import FIRST_DELAY_S, LOSS_WINDOW_S, DrafterSupervisor
+from sglang_psd.scheduler.supervisor import FIRST_DELAY_S, LEAVE_WITHIN_S, LOSS_WINDOW_S, DrafterSupervisor
 
 MAX_LOSSES = 5
 HELLO = Hello(SCHEMA_VERSION, 1, "cpu", 320, 512, 1000, 8, 0.1, 0.1, 1.0)
@@ -242,3 +242,27 @@ def test_no_standby_outlives_the_supervision(end: str) -> None:
     world.now += 10 * RETRY_S
     world.supervisor.tick()
     assert len(world.standbys) == 1
+
+
+# --- the predecessor -----------------------------------------------------------------------------
+
+
+def test_the_next_one_waits_until_the_last_one_has_left() -> None:
+    """Its memory is not free before; one that will not go is not waited for without end."""
+    world = World()
+    first = FakeProcess()
+    world.supervisor.lost(first)
+    world.now += FIRST_DELAY_S
+    world.supervisor.tick()
+    assert world.supervisor.state == "waiting"
+    first.running = False
+    world.supervisor.tick()
+    assert world.supervisor.state == "starting"
+    world.spawned[0].messages.append(Failure("no memory", fatal=True))
+    world.supervisor.tick()
+    world.now += 2 * FIRST_DELAY_S
+    world.supervisor.tick()
+    assert world.supervisor.state == "waiting" and world.spawned[0].running
+    world.now += LEAVE_WITHIN_S
+    world.supervisor.tick()
+    assert world.supervisor.state == "starting" and len(world.spawned) == 2
