@@ -27,7 +27,8 @@ from sglang_psd.drafter.spec import DrafterSpec
 logger = logging.getLogger(__name__)
 
 READY = b"r"
-LOWEST_PRIORITY = 19
+# Niceness of the imports beyond the process's own: a tenth of a busy core. At 19 they would not end under load.
+IMPORT_NICENESS = 10
 # What SGLang imports while it loads a model, besides what its worker's module needs.
 LATE_IMPORTS = (
     "sglang.srt.managers.tp_worker",
@@ -37,7 +38,7 @@ LATE_IMPORTS = (
 
 
 def start_interpreter(
-    spec: DrafterSpec, environment: Mapping[str, str], stdin: int | socket.socket = subprocess.DEVNULL
+    spec: DrafterSpec, environment: Mapping[str, str], stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen:
     """Start ``python -m sglang_psd.drafter``, in a fresh interpreter: neither a fork after CUDA and gloo started, nor a
     re-import of the user's ``__main__``."""
@@ -73,7 +74,7 @@ class StandbyProcess:
         self._imported = False
 
     def _start(self, spec: DrafterSpec, environment: Mapping[str, str], control: socket.socket) -> subprocess.Popen:
-        return start_interpreter(spec, environment, control)
+        return start_interpreter(spec, environment, control.fileno())
 
     @property
     def pid(self) -> int:
@@ -125,8 +126,8 @@ def _stopped(pid: int) -> bool:
 def await_spec(spec: DrafterSpec) -> DrafterSpec:
     """The standby's end: import, say so, and wait for the specification to load; ends the process if none comes.
 
-    The imports run in a thread of the lowest priority: to raise a priority again takes a privilege, and the thread that
-    is going to draft needs the usual one.
+    The imports run in a thread of lower priority: to raise a priority again takes a privilege, and the thread that is
+    going to draft needs the usual one.
     """
     control = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     importer = threading.Thread(target=_import_all, args=(spec, control), name="psd-imports")
@@ -136,6 +137,7 @@ def await_spec(spec: DrafterSpec) -> DrafterSpec:
     if not told.endswith(b"\n"):
         os._exit(0)  # the scheduler is gone, or has no use for a standby any more
     importer.join()
+    logger.info("The standby becomes the drafter.")
     control.close()
     with open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), sys.stdin.fileno())
@@ -145,7 +147,9 @@ def await_spec(spec: DrafterSpec) -> DrafterSpec:
 def _import_all(spec: DrafterSpec, control: socket.socket) -> None:
     try:
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+            thread = threading.get_native_id()
+            niceness = os.getpriority(os.PRIO_PROCESS, thread) + IMPORT_NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, niceness))
         for name in (engine_module(spec), *LATE_IMPORTS):
             importlib.import_module(name)
     except BaseException:
