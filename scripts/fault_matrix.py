@@ -26,21 +26,14 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the rig forks
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.faults.load import Load, plain_answers, warm_up
+from scripts.faults.load import Load
 from scripts.faults.standby import standby_cost
 from scripts.faults.starts import STARTS, try_start
 from scripts.faults.strikes import STRIKES, Recovery, drafter_of, strike, wait_for, well
+from scripts.faults.subject import CONFIG, Subject, add_flags
 from scripts.record_result import provenance, write_result
-from sglang_psd.resources import TINY_TARGET
-from sglang_psd.server_process import ServerProcess
-from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, PSD_FLAGS
 
 PARTS = ("losses", "wire", "starts")
-START_TIMEOUT_S = 600.0
-# A hung drafter is given up after less than the default 20 s, so that a matrix takes minutes; more losses than anybody
-# allows in earnest; before every restart a pause as short as before the first.
-CONFIG = {"hung_after_s": 5.0, "max_losses": 10_000, "max_restart_delay_s": 0.5, "integrity_checks": True}
-
 Note = Callable[[Any], None]
 
 
@@ -74,35 +67,28 @@ def attack_repeatedly(load: Load, url: str, name: str, repeats: int, idle: bool 
         "engine_load_s": percentiles([recovery.load_s for recovery in recoveries]),
         "requests": len(seen),
         "failed_or_different": sum(answer.error is not None for answer in seen),
+        "other_texts": sum(answer.same is not None for answer in seen),
         "errors": errors[:5],
         "request_s": percentiles([answer.seconds for answer in seen]) if seen else None,
     }
 
 
-def run_losses(
-    repeats: int, concurrency: int, log: Path, note: Note, start_timeout_s: float = START_TIMEOUT_S
-) -> dict[str, Any]:
-    """The first part; needs a machine for one server and one engine, one after the other.
-
-    ``note`` is told what has been seen after every row.
-    """
-    answers = plain_answers(start_timeout_s)
-    flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, *PSD_FLAGS, "--psd-config", json.dumps(CONFIG)]
-    with ServerProcess(flags, log, environment=ENVIRONMENT) as server:
-        server.wait_ready(start_timeout_s)
-        warm_up(server.url, answers)
-        load = Load(server.url, answers, concurrency)
+def run_losses(subject: Subject, repeats: int, note: Note) -> dict[str, Any]:
+    """The first part; ``note`` is told what has been seen after every row."""
+    with subject.under_load() as (server, load):
         # What one request takes while nothing happens.
-        load.await_answers(4 * concurrency)
+        load.await_answers(4 * load.concurrency)
         quiet = percentiles([answer.seconds for answer in load.done])
-        found: dict[str, Any] = {"concurrency": concurrency, "config": CONFIG, "quiet_request_s": quiet, "rows": []}
+        found = {"concurrency": load.concurrency, "settings": subject.settings, "config": CONFIG}
+        found = {**found, "quiet_request_s": quiet, "rows": []}
         for name, idle in [*((name, False) for name in STRIKES), ("SIGKILL", True)]:
             found["rows"].append(attack_repeatedly(load, server.url, name, repeats, idle))
             note(found)
-        load.stop()
+        load.pause()
         wait_for(server.url, well, time.monotonic())
         found["drafter_runs"] = drafter_of(server.url).is_running()
         found["standby"] = standby_cost(drafter_of(server.url))
+        load.resume()
     return found
 
 
@@ -153,13 +139,9 @@ def main() -> int:
     """Run the chosen parts, write JSON; exit status 1 when a request failed or a start left something behind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="attacks of each kind (default 5)")
-    parser.add_argument("--concurrency", type=int, default=8, help="clients (default 8)")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir(), "psd-faults.log"))
     parser.add_argument("--out", type=Path, help="write the figures there as JSON; other parts in it are kept")
-    parser.add_argument(
-        "--start-timeout", type=float, default=START_TIMEOUT_S, metavar="SECONDS", help="longest start (default 600)"
-    )
+    add_flags(parser, concurrency=8, log=Path(tempfile.gettempdir(), "psd-faults.log"))
     given = parser.parse_args()
 
     def write(part: str, result: Any) -> None:
@@ -168,9 +150,7 @@ def main() -> int:
             write_result(given.out, {**known, part: {**provenance(), "result": result}})
 
     def losses() -> dict[str, Any]:
-        return run_losses(
-            given.repeats, given.concurrency, given.log, lambda result: write("losses", result), given.start_timeout
-        )
+        return run_losses(Subject.from_command_line(given), given.repeats, lambda result: write("losses", result))
 
     runs = {"losses": losses, "wire": lambda: run_wire(given.repeats), "starts": run_starts}
     found: dict[str, Any] = {}

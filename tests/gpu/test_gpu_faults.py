@@ -6,7 +6,6 @@ With ``PSD_RESULTS`` set, the figures are written there as JSON, after every att
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from scripts.fault_matrix import run_losses
 from scripts.faults.starts import STARTS, try_start
 from scripts.faults.strikes import NO_STANDBY
+from scripts.faults.subject import Subject
 from scripts.record_result import provenance, write_result
 from scripts.soak import soak
 
@@ -26,24 +26,27 @@ pytestmark = [
 ]
 
 
-def keeper(name: str, test: str) -> Callable[[Any], None]:
-    """Writes what was seen where ``PSD_RESULTS`` says."""
+def keep(name: str, result: dict[str, Any]) -> None:
+    """Write what was seen where ``PSD_RESULTS`` says."""
     folder = os.environ.get("PSD_RESULTS")
-    command = ["python", "-m", "pytest", "tests/gpu/test_gpu_faults.py", "-k", test]
+    if folder:
+        write_result(Path(folder, name), result)
 
-    def keep(result: Any) -> None:
-        if folder:
-            write_result(Path(folder, name), {**provenance(command), "result": result})
 
-    return keep
+def command(test: str) -> list[str]:
+    """How a result is made again."""
+    return ["python", "-m", "pytest", "tests/gpu/test_gpu_faults.py", "-k", test]
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """Every attack twice, under load."""
-    keep = keeper("faults_gpu.json", "losses")
-    found = run_losses(2, 32, tmp_path_factory.mktemp("faults") / "server.log", keep)
-    keep(found)
+
+    def note(found: dict[str, Any]) -> None:
+        keep("faults_gpu.json", {"losses": {**provenance(command("losses")), "result": found}})
+
+    found = run_losses(Subject(32, tmp_path_factory.mktemp("faults") / "server.log"), 2, note)
+    note(found)
     return found
 
 
@@ -66,9 +69,12 @@ def test_losses_left_a_standby_that_holds_no_gpu_memory(losses: dict) -> None:
 
 
 def test_soak_of_two_minutes(tmp_path: Path) -> None:
-    keep = keeper("soak_gpu_short.json", "soak")
-    found = soak(2, 20, 64, tmp_path / "server.log", keep)
-    keep(found)
+
+    def note(found: dict[str, Any]) -> None:
+        keep("soak_gpu_short.json", {**provenance(command("soak")), **found})
+
+    found = soak(Subject(64, tmp_path / "server.log"), 2, 20, note)
+    note(found)
     assert found["requests"] > 100 and found["failed_or_different"] == 0, found["errors"]
     assert len(found["strikes"]) >= 3
 
