@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.faults.load import Load
 from scripts.faults.standby import standby_cost
 from scripts.faults.starts import STARTS, try_start
-from scripts.faults.strikes import STRIKES, Recovery, drafter_of, strike, wait_for, well
+from scripts.faults.strikes import STRIKES, Recovery, drafter_of, strike, wait_until_well
 from scripts.faults.subject import CONFIG, Subject, add_flags
 from scripts.record_result import provenance, write_result
 
@@ -49,7 +49,7 @@ def attack_repeatedly(load: Load, url: str, name: str, repeats: int, idle: bool 
     begin, recoveries = time.monotonic(), list[Recovery]()
     for _ in range(repeats):
         load.pause()
-        wait_for(url, well, time.monotonic())
+        wait_until_well(url)
         if not idle:
             load.resume()
             load.await_answers(load.concurrency)
@@ -85,7 +85,7 @@ def run_losses(subject: Subject, repeats: int, note: Note) -> dict[str, Any]:
             found["rows"].append(attack_repeatedly(load, server.url, name, repeats, idle))
             note(found)
         load.pause()
-        wait_for(server.url, well, time.monotonic())
+        wait_until_well(server.url)
         found["drafter_runs"] = drafter_of(server.url).is_running()
         found["standby"] = standby_cost(drafter_of(server.url))
         load.resume()

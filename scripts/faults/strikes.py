@@ -15,6 +15,7 @@ import psutil
 from scripts.faults.load import psd_section
 
 POLL_S = 0.02
+SLOW_POLL_S = 0.5
 # The one attack that leaves nobody at hand.
 NO_STANDBY = "SIGKILL, standby killed first"
 RECOVERY_TIMEOUT_S = 300.0
@@ -93,7 +94,9 @@ def drafter_of(url: str) -> psutil.Process:
     return psutil.Process(psd_section(url)["drafter"]["pid"])
 
 
-def wait_for(url: str, wanted: Callable[[dict[str, Any]], bool], since_s: float) -> tuple[float, dict[str, Any]]:
+def wait_for(
+    url: str, wanted: Callable[[dict[str, Any]], bool], since_s: float, poll_s: float = POLL_S
+) -> tuple[float, dict[str, Any]]:
     """Poll ``/server_info`` until its ``psd`` section is ``wanted``; seconds since ``since_s``, and the section."""
     while True:
         section = psd_section(url)
@@ -102,7 +105,7 @@ def wait_for(url: str, wanted: Callable[[dict[str, Any]], bool], since_s: float)
             return seconds, section
         if seconds > RECOVERY_TIMEOUT_S:
             raise TimeoutError(f"mode is {section['mode']} after {seconds:.0f} s: {section['drafter']}")
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
 
 
 def drafts(section: dict[str, Any]) -> bool:
@@ -110,9 +113,13 @@ def drafts(section: dict[str, Any]) -> bool:
     return section["mode"] != "off"
 
 
-def well(section: dict[str, Any]) -> bool:
-    """Whether it drafts, and has a standby at hand."""
-    return drafts(section) and section["drafter"]["standby"] == "ready"
+def wait_until_well(url: str) -> None:
+    """Wait until the server drafts and has a standby at hand, without asking so often that it takes longer."""
+
+    def well(section: dict[str, Any]) -> bool:
+        return drafts(section) and section["drafter"]["standby"] == "ready"
+
+    wait_for(url, well, time.monotonic(), SLOW_POLL_S)
 
 
 def strike(url: str, attack: Callable[[psutil.Process], None]) -> Recovery:

@@ -68,9 +68,8 @@ class RecordsMixin(_Base):
 
     def psd_report(self) -> dict[str, Any]:
         """Mode, slots, figures and drafter, as ``/server_info`` shows them."""
+        self._psd_supervise()  # what is reported is what is so now, and of one moment
         client, process = self.psd_client, self.psd_process
-        if client is not None:
-            client.tend()
         drafting = client is not None and client.drafting
         report: dict[str, Any] = {
             "mode": self.psd.mode if drafting else "off",

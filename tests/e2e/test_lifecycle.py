@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from scripts.faults.starts import STARTS, FailedStart, try_start
-from scripts.faults.strikes import socket_paths
+from scripts.faults.strikes import socket_paths, standbys_of
 from sglang_psd.resources import TINY_TARGET
 from sglang_psd.server_process import ServerProcess
 from tests.e2e.conftest import MAX_TOKENS, START_TIMEOUT_S, process_tree
@@ -55,27 +55,19 @@ def psd_section(url: str) -> dict:
     return server_info(url)["internal_states"][0]["psd"]
 
 
-def standbys_of(drafter: psutil.Process) -> list[psutil.Process]:
-    """Processes of the same server that wait to become the drafter: its scheduler's other children of this kind."""
-    siblings = psutil.Process(drafter.ppid()).children()
-    return [
-        p for p in siblings if p.pid != drafter.pid and {"sglang_psd::standby", "sglang_psd.drafter"} & {*p.cmdline()}
-    ]
-
-
 def wait_for_standby(url: str) -> psutil.Process:
     """The standby process, once it is ready."""
-    wait_for(url, lambda psd: psd["drafter"]["standby"] == "ready")
+    wait_for(url, lambda psd: psd["drafter"]["standby"] == "ready", every_s=0.5)
     (standby,) = standbys_of(drafter_of(url))
     return standby
 
 
-def wait_for(url: str, reached: Callable[[dict], bool]) -> dict:
+def wait_for(url: str, reached: Callable[[dict], bool], every_s: float = 0.05) -> dict:
     """The ``psd`` section of ``/server_info``, once it says what is waited for."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not reached(found := psd_section(url)):
         assert time.monotonic() < deadline, found
-        time.sleep(0.05)
+        time.sleep(every_s)
     return found
 
 
@@ -109,7 +101,7 @@ def test_requests_survive_a_killed_drafter(launched_url: str, oracle: dict) -> N
         finally:
             recovered.set()
         assert loading.result() > 0
-    assert away["failure"] and away["state"] in ("waiting", "starting")
+    assert away["failure"] and away["state"] in ("waiting", "starting"), away
     back = psd_section(launched_url)["drafter"]
     assert back["restarts"] == 1 and back["pid"] == standby.pid
     got = ask()
