@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import stat
 import subprocess
@@ -276,3 +277,20 @@ def test_a_stopped_process_ends_too() -> None:
     process._process.send_signal(19)
     process.stop()
     assert not process.alive()
+
+
+def test_a_drafter_without_room_for_its_sockets_is_named_and_gone() -> None:
+    """A full disk, say: the error is one that the supervisor answers with another attempt."""
+    started: list[subprocess.Popen] = []
+
+    class Homeless(Sleeper):
+        def _spawn(self, environment, standby):
+            started.append(super()._spawn(environment, standby))
+            return started[-1]
+
+        def _open_sockets(self) -> None:
+            raise zmq.ZMQError(errno.ENOSPC)
+
+    with pytest.raises(EndpointError, match="sockets cannot be opened .*[Nn]o space"):
+        Homeless(SPEC, os.environ)
+    assert started[0].wait(10) == -9
