@@ -291,6 +291,6 @@ def test_a_drafter_without_room_for_its_sockets_is_named_and_gone() -> None:
         def _open_sockets(self) -> None:
             raise zmq.ZMQError(errno.ENOSPC)
 
-    with pytest.raises(EndpointError, match="sockets cannot be opened .*[Nn]o space"):
+    with pytest.raises(EndpointError, match=r"sockets cannot be opened .*[Nn]o space"):
         Homeless(SPEC, os.environ)
     assert started[0].wait(10) == -9
