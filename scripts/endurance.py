@@ -12,11 +12,9 @@ requests the server is drained and all pools have to be back at zero.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import random
-import shlex
 import signal
 import sys
 import tempfile
@@ -34,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import psutil
 
-from scripts.record_result import machine
+from scripts.record_result import provenance, write_result
 from tests.rig.oracle import LONGEST, make_prompts
 from tests.rig.rig import Output, Rig
 
@@ -297,14 +295,9 @@ def main() -> int:
         models = build_models(Path(folder))
         truth = Oracle(run_forked, models).greedy(make_prompts(NUM_PROMPTS))
         found = endure(models, truth, given.requests, given.kills, given.seed)
-    result = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "machine": machine(),
-        **found,
-    }
+    result = {**provenance(), **found}
     if given.out is not None:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(given.out, result)
     print(json.dumps({key: value for key, value in result.items() if key != "windows"}))
     return 1 if found["wrong"] else 0
 

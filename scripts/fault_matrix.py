@@ -3,7 +3,8 @@
     python scripts/fault_matrix.py --repeats 5 --out docs/results/faults_cpu.json
 
 Three parts. *Losses*: a server under load, its drafter attacked again and again; every answer is compared with plain
-SGLang's, and the times until the server noticed and until it drafted again are recorded. *Wire*: the test rig with a
+SGLang's, and the times until the server noticed and until it drafted again are recorded. Before each attack the clients
+rest until the server has a standby at hand: under load on few cores that takes minutes. *Wire*: the test rig with a
 proxy between scheduler and drafter that delays, repeats, swaps, drops, cuts and changes messages. *Starts*: servers
 that cannot come up, and what they say and leave behind.
 """
@@ -11,14 +12,13 @@ that cannot come up, and what they say and leave behind.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
-import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,15 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the rig forks
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.faults.load import Load, plain_answers
+from scripts.faults.load import Load
+from scripts.faults.standby import standby_cost
 from scripts.faults.starts import STARTS, try_start
-from scripts.faults.strikes import STRIKES, Recovery, drafter_of, strike, wait_for_mode
-from scripts.record_result import machine
-from sglang_psd.resources import TINY_TARGET
-from sglang_psd.server_process import ServerProcess
-from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, PSD_FLAGS
+from scripts.faults.strikes import STRIKES, Recovery, drafter_of, strike, wait_until_well
+from scripts.faults.subject import CONFIG, Subject, add_flags
+from scripts.record_result import provenance, write_result
 
 PARTS = ("losses", "wire", "starts")
-START_TIMEOUT_S = 600.0
-# A hung drafter is given up after less than the default 20 s, so that a matrix takes minutes; more losses than anybody
-# allows in earnest; before every restart a pause as short as before the first.
-CONFIG = {"hung_after_s": 5.0, "max_losses": 10_000, "max_restart_delay_s": 0.5, "integrity_checks": True}
+Note = Callable[[Any], None]
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -52,12 +48,14 @@ def attack_repeatedly(load: Load, url: str, name: str, repeats: int, idle: bool 
     """One row of the matrix."""
     begin, recoveries = time.monotonic(), list[Recovery]()
     for _ in range(repeats):
-        if idle:
-            load.pause()
-        wait_for_mode(url, lambda mode: mode != "off", time.monotonic())
-        recoveries.append(strike(url, STRIKES[name]))
-        if idle:
+        load.pause()
+        wait_until_well(url)
+        if not idle:
             load.resume()
+            load.await_answers(load.concurrency)
+        recoveries.append(strike(url, STRIKES[name]))
+        load.resume()
+        load.await_answers(load.concurrency)
         print(f"  {name}: {recoveries[-1]}", flush=True)
     seen = load.since(begin)
     errors = sorted({answer.error for answer in seen if answer.error})
@@ -69,33 +67,29 @@ def attack_repeatedly(load: Load, url: str, name: str, repeats: int, idle: bool 
         "engine_load_s": percentiles([recovery.load_s for recovery in recoveries]),
         "requests": len(seen),
         "failed_or_different": sum(answer.error is not None for answer in seen),
+        "other_texts": sum(answer.same is not None for answer in seen),
         "errors": errors[:5],
         "request_s": percentiles([answer.seconds for answer in seen]) if seen else None,
     }
 
 
-def run_losses(repeats: int, concurrency: int, log: Path) -> dict[str, Any]:
-    """The first part; needs a machine for one server and one engine, one after the other."""
-    answers = plain_answers()
-    flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, *PSD_FLAGS, "--psd-config", json.dumps(CONFIG)]
-    with ServerProcess(flags, log, environment=ENVIRONMENT) as server:
-        server.wait_ready(START_TIMEOUT_S)
-        load = Load(server.url, answers, concurrency)
+def run_losses(subject: Subject, repeats: int, note: Note) -> dict[str, Any]:
+    """The first part; ``note`` is told what has been seen after every row."""
+    with subject.under_load() as (server, load):
         # What one request takes while nothing happens.
-        while len(load.done) < 4 * concurrency:
-            time.sleep(0.1)
+        load.await_answers(4 * load.concurrency)
         quiet = percentiles([answer.seconds for answer in load.done])
-        rows = [attack_repeatedly(load, server.url, name, repeats) for name in STRIKES]
-        rows.append(attack_repeatedly(load, server.url, "SIGKILL", repeats, idle=True))
-        load.stop()
-        health = drafter_of(server.url).is_running()
-    return {
-        "concurrency": concurrency,
-        "config": CONFIG,
-        "quiet_request_s": quiet,
-        "drafter_runs": health,
-        "rows": rows,
-    }
+        found = {"concurrency": load.concurrency, "settings": subject.settings, "config": CONFIG}
+        found = {**found, "quiet_request_s": quiet, "rows": []}
+        for name, idle in [*((name, False) for name in STRIKES), ("SIGKILL", True)]:
+            found["rows"].append(attack_repeatedly(load, server.url, name, repeats, idle))
+            note(found)
+        load.pause()
+        wait_until_well(server.url)
+        found["drafter_runs"] = drafter_of(server.url).is_running()
+        found["standby"] = standby_cost(drafter_of(server.url))
+        load.resume()
+    return found
 
 
 def run_wire(seeds: int) -> list[dict[str, Any]]:
@@ -145,27 +139,24 @@ def main() -> int:
     """Run the chosen parts, write JSON; exit status 1 when a request failed or a start left something behind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="attacks of each kind (default 5)")
-    parser.add_argument("--concurrency", type=int, default=8, help="clients (default 8)")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir(), "psd-faults.log"))
     parser.add_argument("--out", type=Path, help="write the figures there as JSON; other parts in it are kept")
+    add_flags(parser, concurrency=8, log=Path(tempfile.gettempdir(), "psd-faults.log"))
     given = parser.parse_args()
-    stamp = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "machine": machine(),
-    }
-    runs = {
-        "losses": lambda: run_losses(given.repeats, given.concurrency, given.log),
-        "wire": lambda: run_wire(given.repeats),
-        "starts": run_starts,
-    }
+
+    def write(part: str, result: Any) -> None:
+        if given.out is not None:
+            known = json.loads(given.out.read_text()) if given.out.exists() else {}
+            write_result(given.out, {**known, part: {**provenance(), "result": result}})
+
+    def losses() -> dict[str, Any]:
+        return run_losses(Subject.from_command_line(given), given.repeats, lambda result: write("losses", result))
+
+    runs = {"losses": losses, "wire": lambda: run_wire(given.repeats), "starts": run_starts}
     found: dict[str, Any] = {}
     for part in given.parts:
         found[part] = runs[part]()
-        if given.out is not None:
-            known = json.loads(given.out.read_text()) if given.out.exists() else {}
-            given.out.write_text(json.dumps({**known, part: {**stamp, "result": found[part]}}, indent=1) + "\n")
+        write(part, found[part])
     rows = [*found.get("losses", {}).get("rows", []), *found.get("wire", [])]
     bad_starts = [row for row in found.get("starts", []) if not row["exit_code"] or row["processes_left"]]
     return 1 if bad_starts or any(row["failed_or_different"] for row in rows) else 0

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["last_result", "machine", "record"]
+__all__ = ["last_result", "provenance", "record", "write_result"]
 
 
 def machine() -> str:
@@ -32,6 +32,20 @@ def machine() -> str:
     gpus = [name.strip() for name in names if name.strip()]
     cores = f"{len(os.sched_getaffinity(0))} cores"
     return f"{cores}, {len(gpus)} x {gpus[0]}" if gpus else f"{cores}, no GPU"
+
+
+def provenance(command: list[str] | None = None) -> dict[str, str]:
+    """What every result begins with: the command (by default the script that runs), the day, and the machine."""
+    return {
+        "command": shlex.join(command or ["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "machine": machine(),
+    }
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a result file as all of them are written."""
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def last_result(lines: list[str]) -> dict[str, Any]:
@@ -54,14 +68,7 @@ def record(path: Path, command: list[str]) -> int:
             sys.stdout.write(line)
             sys.stdout.flush()
             lines.append(line)
-    found = {
-        "command": shlex.join(command),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "machine": machine(),
-        "exit_status": process.returncode,
-        **last_result(lines),
-    }
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write_result(path, {**provenance(command), "exit_status": process.returncode, **last_result(lines)})
     return process.returncode
 
 

@@ -58,7 +58,18 @@ def losses(part: dict[str, Any]) -> str:
     ]
     quiet, hung = spread(result["quiet_request_s"]), result["config"]["hung_after_s"]
     note = f"{result['concurrency']} clients; `hung_after_s` {hung}; a request without any fault: {quiet} s."
+    note += default_settings(result, sum(row["other_texts"] for row in result["rows"]))
+    if "standby" in result:
+        host, gpu = result["standby"]["resident_mb"], result["standby"]["gpu_mb"]
+        note += f" The standby: {host} MB of host memory" + ("." if gpu is None else f", {gpu} MB of the GPUs'.")
     return f"### A drafter is lost under load\n\n{source(part)}. {note}\n\n{table(head, rows)}\n"
+
+
+def default_settings(result: dict[str, Any], other_texts: int) -> str:
+    """What has to be said of texts where near ties may fall either way."""
+    if result["settings"] == "exact":
+        return ""
+    return f" SGLang's default kernels: {other_texts} texts differ from those of SGLang without speculation somewhere."
 
 
 def wire(part: dict[str, Any]) -> str:
@@ -120,7 +131,6 @@ def endurance(result: dict[str, Any]) -> str:
 
 def soak(result: dict[str, Any]) -> str:
     """A server for minutes."""
-    result = {**result, **result.get("result", {})}
     strikes = result["strikes"]
     rows = [
         [
@@ -130,7 +140,8 @@ def soak(result: dict[str, Any]) -> str:
         ["attacks; drafting again at the latest", f"{len(strikes)}; {max(s['recovered_s'] for s in strikes)} s"],
         ["request, s p50/p99", spread(result["request_s"])],
     ]
-    return f"### Soak\n\n{source(result)}.\n\n{table(['Soak', str(result['minutes']) + ' minutes'], rows)}\n"
+    note = default_settings(result, result["other_texts"])
+    return f"### Soak\n\n{source(result)}.{note}\n\n{table(['Soak', str(result['minutes']) + ' minutes'], rows)}\n"
 
 
 # File, key of the part in it (None: the file is the part), and what writes it.
@@ -139,10 +150,13 @@ SECTIONS: tuple[tuple[str, str | None, Callable[[dict[str, Any]], str]], ...] = 
     ("faults_cpu.json", "wire", wire),
     ("faults_cpu.json", "starts", starts),
     ("endurance_cpu.json", None, endurance),
-    ("faults_gpu.json", None, losses),
+    ("faults_gpu.json", "losses", losses),
+    ("faults_gpu.json", "starts", starts),
+    ("faults_gpu_default.json", "losses", losses),
     ("soak_cpu.json", None, soak),
     ("soak_gpu_short.json", None, soak),
     ("soak_gpu.json", None, soak),
+    ("soak_gpu_default.json", None, soak),
 )
 
 

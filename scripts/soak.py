@@ -1,17 +1,19 @@
 """A server under load for a long time, its drafter killed every minute: no request may notice.
 
     python scripts/soak.py --minutes 20 --concurrency 64 --out docs/results/soak_gpu.json
+    python scripts/soak.py --minutes 6 --every-s 30 --out docs/results/soak_gpu.json    # where a command may take ten
 
 One server (the embedded pair), clients that never stop, SIGKILL and SIGSTOP in turn. Every answer is compared with
-plain SGLang's: on a GPU the server runs with SGLang's deterministic kernels (``tests/e2e/flags.py``).
+plain SGLang's: on a GPU the server runs with SGLang's deterministic kernels (``tests/e2e/flags.py``), unless
+``--settings default`` asks for the usual ones. The file is written after every attack: a run that is cut short leaves
+what it has seen.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import contextlib
 import json
-import shlex
 import sys
 import tempfile
 import time
@@ -23,57 +25,63 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 
-from scripts.fault_matrix import CONFIG, START_TIMEOUT_S, percentiles
-from scripts.faults.load import Load, plain_answers, psd_section
-from scripts.faults.strikes import STRIKES, strike, wait_for_mode
-from scripts.record_result import machine
-from sglang_psd.resources import TINY_TARGET
+from scripts.fault_matrix import Note, percentiles
+from scripts.faults.load import psd_section
+from scripts.faults.strikes import STRIKES, drafts, strike, wait_for
+from scripts.faults.subject import CONFIG, Subject, add_flags
+from scripts.record_result import provenance, write_result
 from sglang_psd.server_process import ServerProcess
-from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, PSD_FLAGS
 
 KINDS = ("SIGKILL", "SIGSTOP for good", "SIGKILL", "SIGSTOP for 2 s")
 
 
 def resident_mb(server: ServerProcess) -> float:
-    """Memory of all processes of the server."""
-    root = psutil.Process(server.pid)
-    return sum(process.memory_info().rss for process in [root, *root.children(recursive=True)]) / 2**20
+    """Memory of all processes of the server, the standby included."""
+    root, total = psutil.Process(server.pid), 0
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended since it was listed
+            total += process.memory_info().rss
+    return total / 2**20
 
 
-def soak(minutes: float, every_s: float, concurrency: int, log: Path) -> dict[str, Any]:
-    """Run it; returns what ``main`` writes."""
-    answers = plain_answers()
-    flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, *PSD_FLAGS, "--psd-config", json.dumps(CONFIG)]
-    flags += ["--max-running-requests", str(concurrency)]
-    strikes, samples = [], []
-    with ServerProcess(flags, log, environment=ENVIRONMENT) as server:
-        server.wait_ready(START_TIMEOUT_S)
+def soak(subject: Subject, minutes: float, every_s: float, note: Note) -> dict[str, Any]:
+    """Run it; returns what ``main`` writes, and tells ``note`` the same after every attack."""
+    strikes: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
+    with subject.under_load() as (server, load):
         begin = time.monotonic()
-        load = Load(server.url, answers, concurrency)
+
+        def found() -> dict[str, Any]:
+            done = list(load.done)
+            failed = [answer.error for answer in done if answer.error]
+            return {
+                "minutes": round((time.monotonic() - begin) / 60, 2),
+                "concurrency": load.concurrency,
+                "settings": subject.settings,
+                "config": CONFIG,
+                "requests": len(done),
+                "failed_or_different": len(failed),
+                "other_texts": sum(answer.same is not None for answer in done),
+                "errors": sorted(set(failed))[:5],
+                "request_s": percentiles([answer.seconds for answer in done]) if done else None,
+                "strikes": strikes,
+                "resident": samples,
+                "psd": psd_section(server.url),
+            }
+
         while (elapsed := time.monotonic() - begin) < 60 * minutes:
             next_at = every_s * (len(strikes) + 1)
             if elapsed < next_at:
                 time.sleep(min(1.0, next_at - elapsed))
                 continue
             kind = KINDS[len(strikes) % len(KINDS)]
-            wait_for_mode(server.url, lambda mode: mode != "off", time.monotonic())
+            wait_for(server.url, drafts, time.monotonic())
             strikes.append({"kind": kind, "at_s": round(elapsed), **asdict(strike(server.url, STRIKES[kind]))})
             samples.append({"at_s": round(elapsed), "resident_mb": round(resident_mb(server), 1)})
             print(f"{elapsed:6.0f} s: {len(load.done)} requests, {json.dumps(strikes[-1])}, {samples[-1]}", flush=True)
+            note(found())
         load.stop()
-        section = psd_section(server.url)
-    failed = [answer.error for answer in load.done if answer.error]
-    return {
-        "minutes": minutes,
-        "concurrency": concurrency,
-        "requests": len(load.done),
-        "failed_or_different": len(failed),
-        "errors": sorted(set(failed))[:5],
-        "request_s": percentiles([round(answer.seconds, 3) for answer in load.done]),
-        "strikes": strikes,
-        "resident": samples,
-        "psd": section,
-    }
+        return found()
 
 
 def main() -> int:
@@ -81,18 +89,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--every-s", type=float, default=60, help="seconds between attacks (default 60)")
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir(), "psd-soak.log"))
+    add_flags(parser, concurrency=64, log=Path(tempfile.gettempdir(), "psd-soak.log"))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    result = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "machine": machine(),
-        **soak(given.minutes, given.every_s, given.concurrency, given.log),
-    }
-    if given.out is not None:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    def write(result: dict[str, Any]) -> None:
+        if given.out is not None:
+            write_result(given.out, {**provenance(), **result})
+
+    result = soak(Subject.from_command_line(given), given.minutes, given.every_s, write)
+    write(result)
     return 1 if result["failed_or_different"] else 0
 
 

@@ -72,6 +72,8 @@ class PSDConfig:
         Longest wait for the drafter to load.
     restart : bool
         Start a lost drafter again, with back-off.
+    standby : bool
+        Keep a process at hand that has its imports behind it and becomes the drafter when that is lost.
     max_losses : int
         So many losses within ten minutes, and drafting stays off.
     max_restart_delay_s : float
@@ -99,6 +101,7 @@ class PSDConfig:
     draft_timeout_s: float | None = None
     start_timeout_s: float = 600.0
     restart: bool = True
+    standby: bool = True
     max_losses: int = 5
     max_restart_delay_s: float = 30.0
     hung_after_s: float = 20.0

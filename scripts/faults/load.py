@@ -20,11 +20,33 @@ ROOT = Path(__file__).resolve().parents[2]
 REQUEST_TIMEOUT_S = 300
 
 
-def plain_answers() -> list[dict[str, Any]]:
-    """Prompt and token ids of each answer of an Engine without PSD (``tests/e2e/engine_plain.py``)."""
+def plain_answers(timeout_s: float) -> list[dict[str, Any]]:
+    """Prompt and token ids of each answer of an Engine without PSD (``tests/e2e/engine_plain.py``).
+
+    Raises
+    ------
+    RuntimeError
+        It failed; the message carries the end of its log.
+    """
     command = [sys.executable, str(ROOT / "tests/e2e/engine_plain.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=timeout_s)
+    if done.returncode:
+        raise RuntimeError(f"The Engine without PSD ended with code {done.returncode}:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])["answers"]
+
+
+def generate(url: str, text: str, max_new_tokens: int) -> list[int]:
+    """Greedy token ids that continue ``text``."""
+    body = {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens}}
+    request = urllib.request.Request(url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
+        return json.load(answer)["output_ids"]
+
+
+def warm_up(url: str, answers: list[dict[str, Any]]) -> None:
+    """Let the server read each prompt alone, as the Engine without PSD did: the last bits of KV may depend on it."""
+    for expected in answers:
+        generate(url, expected["prompt"], 1)
 
 
 def get_json(url: str) -> dict[str, Any]:
@@ -40,11 +62,15 @@ def psd_section(url: str) -> dict[str, Any]:
 
 @dataclass
 class Answer:
-    """One request: when it began, how long it took (seconds), what went wrong if anything did."""
+    """One request: when it began, how long it took (seconds), what went wrong if anything did.
+
+    ``same`` is the number of tokens up to the first one that is not plain SGLang's; None when there is no such token.
+    """
 
     started_s: float
     seconds: float
     error: str | None
+    same: int | None = None
 
 
 @dataclass
@@ -57,11 +83,14 @@ class Load:
     answers : list of dict
         From ``plain_answers``.
     concurrency : int
+    exact : bool
+        Whether another text than plain SGLang's is an error.
     """
 
     url: str
     answers: list[dict[str, Any]]
     concurrency: int
+    exact: bool = True
     done: list[Answer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,19 +111,24 @@ class Load:
             self._ask(self.answers[next(self._numbers) % len(self.answers)])
 
     def _ask(self, expected: dict[str, Any]) -> None:
-        length = len(expected["ids"])
-        # Deaf to the end of text like nothing else here: the plain answer ended by itself or at this length.
-        body = {"text": expected["prompt"], "sampling_params": {"temperature": 0, "max_new_tokens": max(1, length)}}
-        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
-        started, error = time.monotonic(), None
+        wanted: list[int] = expected["ids"]
+        started, error, same = time.monotonic(), None, None
         try:
-            request = urllib.request.Request(self.url + "/generate", data, headers)
-            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
-                if json.load(answer)["output_ids"] != expected["ids"]:
-                    error = "another text"
+            # The plain answer ended by itself or at this length.
+            got = generate(self.url, expected["prompt"], max(1, len(wanted)))
+            if got != wanted:
+                same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(got, wanted)))
+                if self.exact or not got:
+                    error = f"another text, from token {same} of {len(wanted)} on"
         except (urllib.error.URLError, OSError, ValueError, KeyError) as problem:
             error = f"{type(problem).__name__}: {problem}"
-        self.done.append(Answer(started, time.monotonic() - started, error))
+        self.done.append(Answer(started, time.monotonic() - started, error, same))
+
+    def await_answers(self, count: int) -> None:
+        """Wait until ``count`` more requests have been answered."""
+        until = len(self.done) + count
+        while len(self.done) < until:
+            time.sleep(0.05)
 
     def pause(self) -> None:
         """Let every client finish its request and wait; returns when the server has none."""

@@ -15,6 +15,9 @@ import psutil
 from scripts.faults.load import psd_section
 
 POLL_S = 0.02
+SLOW_POLL_S = 0.5
+# The one attack that leaves nobody at hand.
+NO_STANDBY = "SIGKILL, standby killed first"
 RECOVERY_TIMEOUT_S = 300.0
 
 
@@ -43,12 +46,26 @@ def socket_paths(drafter: psutil.Process) -> list[str]:
     return sorted(path for path in listening if f"{os.sep}sglang-psd-" in path and os.path.exists(path))
 
 
+def standbys_of(drafter: psutil.Process) -> list[psutil.Process]:
+    """Processes of the same server that wait to become the drafter."""
+    siblings = [process for process in psutil.Process(drafter.ppid()).children() if process.pid != drafter.pid]
+    return [process for process in siblings if {"sglang_psd::standby", "sglang_psd.drafter"} & set(process.cmdline())]
+
+
+def kill_with_standby(drafter: psutil.Process) -> None:
+    """The successor has to import everything first."""
+    for standby in standbys_of(drafter):
+        standby.kill()
+    drafter.kill()
+
+
 STRIKES: dict[str, Callable[[psutil.Process], None]] = {
     "SIGKILL": send(signal.SIGKILL),
     "SIGSEGV": send(signal.SIGSEGV),
     "SIGSTOP for good": send(signal.SIGSTOP),
     "SIGSTOP for 2 s": stop_briefly,
     "socket files removed, then SIGKILL": unlink_sockets,
+    NO_STANDBY: kill_with_standby,
 }
 
 
@@ -63,7 +80,8 @@ class Recovery:
     recovered_s : float
         Until it says ``parallel`` again.
     load_s : float
-        How long the new drafter's engine took to load; the rest of the time is the interpreter's start and back-off.
+        How long the new drafter's engine took to load; the rest of the time is back-off and, without a standby, the
+        interpreter's start.
     """
 
     detected_s: float
@@ -76,16 +94,32 @@ def drafter_of(url: str) -> psutil.Process:
     return psutil.Process(psd_section(url)["drafter"]["pid"])
 
 
-def wait_for_mode(url: str, wanted: Callable[[str], bool], since_s: float) -> tuple[float, dict[str, Any]]:
-    """Poll ``/server_info`` until its mode is ``wanted``; seconds since ``since_s`` and the section."""
+def wait_for(
+    url: str, wanted: Callable[[dict[str, Any]], bool], since_s: float, poll_s: float = POLL_S
+) -> tuple[float, dict[str, Any]]:
+    """Poll ``/server_info`` until its ``psd`` section is ``wanted``; seconds since ``since_s``, and the section."""
     while True:
         section = psd_section(url)
         seconds = time.monotonic() - since_s
-        if wanted(section["mode"]):
+        if wanted(section):
             return seconds, section
         if seconds > RECOVERY_TIMEOUT_S:
             raise TimeoutError(f"mode is {section['mode']} after {seconds:.0f} s: {section['drafter']}")
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
+
+
+def drafts(section: dict[str, Any]) -> bool:
+    """Whether the server expects drafts."""
+    return section["mode"] != "off"
+
+
+def wait_until_well(url: str) -> None:
+    """Wait until the server drafts and has a standby at hand, without asking so often that it takes longer."""
+
+    def well(section: dict[str, Any]) -> bool:
+        return drafts(section) and section["drafter"]["standby"] == "ready"
+
+    wait_for(url, well, time.monotonic(), SLOW_POLL_S)
 
 
 def strike(url: str, attack: Callable[[psutil.Process], None]) -> Recovery:
@@ -96,7 +130,7 @@ def strike(url: str, attack: Callable[[psutil.Process], None]) -> Recovery:
     # A stop that ends by itself is watched while it lasts.
     attacker = threading.Thread(target=attack, args=(drafter,))
     attacker.start()
-    detected_s, _ = wait_for_mode(url, lambda mode: mode == "off", begin)
-    recovered_s, section = wait_for_mode(url, lambda mode: mode != "off", begin)
+    detected_s, _ = wait_for(url, lambda section: not drafts(section), begin)
+    recovered_s, section = wait_for(url, drafts, begin)
     attacker.join()
     return Recovery(round(detected_s, 3), round(recovered_s, 3), section["drafter"]["load_s"])

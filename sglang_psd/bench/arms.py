@@ -55,6 +55,8 @@ def _eagle3(draft: str, k: int) -> list[str]:
 def _psd(mode: str) -> Callable[[str, int], list[str]]:
     def flags(draft: str, k: int) -> list[str]:
         shared = ["--speculative-algorithm", "PSD", "--speculative-draft-model-path", draft]
+        # A standby imports beside the first measurements; a drafter that is lost spoils them in any case.
+        shared += ["--psd-config", '{"standby": false}']
         return [*shared, "--speculative-num-steps", str(k), "--psd-mode", mode]
 
     return flags

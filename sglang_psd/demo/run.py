@@ -76,6 +76,8 @@ def mode_flags(options: Any, mode: str) -> list[str]:
         return []
     draft, psd_mode = (options.head, "parallel") if mode == EAGLE else (options.draft, mode)
     flags = ["--speculative-algorithm", "PSD", "--speculative-draft-model-path", draft]
+    # Its servers live for seconds: no standby is ready before they end, and its imports would take a core from them.
+    flags += ["--psd-config", '{"standby": false}']
     return [*flags, "--speculative-num-steps", str(options.num_steps), "--psd-mode", psd_mode]
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Mapping
 
 import msgspec
+import zmq
 
 from sglang_psd.channel.endpoints import PrivateEndpoint
 from sglang_psd.channel.messages import SCHEMA_VERSION, Failure, Hello, Message, Shutdown
 from sglang_psd.channel.pulse import PulseReader
 from sglang_psd.channel.transport import Channel, spin_time
 from sglang_psd.drafter.spec import DrafterSpec
-from sglang_psd.errors import DrafterStartError, ProtocolError
+from sglang_psd.drafter.standby import StandbyProcess, start_interpreter
+from sglang_psd.errors import DrafterStartError, EndpointError, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +33,18 @@ class DrafterProcess:
     ----------
     spec : DrafterSpec
         Its endpoints are filled in here.
-    visible_device : str or None
-        Value of ``CUDA_VISIBLE_DEVICES`` for the child; None leaves the environment alone.
+    environment : mapping of str to str
+        Of the child, complete.
+    standby : StandbyProcess, optional
+        Becomes the child, in place of a new process; it was started with the same specification and environment.
+
+    Raises
+    ------
+    OSError
+        No process can be started, or there is no place for its sockets.
     """
 
-    def __init__(self, spec: DrafterSpec, visible_device: str | None):
+    def __init__(self, spec: DrafterSpec, environment: Mapping[str, str], standby: StandbyProcess | None = None):
         self._endpoint = PrivateEndpoint()
         self.spec = msgspec.structs.replace(
             spec,
@@ -46,8 +54,13 @@ class DrafterProcess:
         )
         self.hello: Hello | None = None
         self._released = False
-        self._process = self._spawn(visible_device)
-        self._open_sockets()
+        self._process = self._spawn(environment, standby)
+        try:
+            self._open_sockets()
+        except (OSError, zmq.ZMQError) as error:
+            self._process.kill()
+            self._endpoint.cleanup()
+            raise EndpointError(f"The drafter's sockets cannot be opened ({error}).") from None
         atexit.register(self.stop)
 
     def _open_sockets(self) -> None:
@@ -55,14 +68,15 @@ class DrafterProcess:
         self.channel = Channel(self._endpoint.address, bind=True, spin_s=spin_time(self.spec.device))
         self.pulse = PulseReader(self._endpoint.pulse_address)
 
-    def _spawn(self, visible_device: str | None) -> subprocess.Popen:
-        environment = dict(os.environ)
-        if visible_device is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = visible_device
-        command = [sys.executable, "-m", "sglang_psd.drafter", msgspec.json.encode(self.spec).decode()]
+    def _spawn(self, environment: Mapping[str, str], standby: StandbyProcess | None) -> subprocess.Popen:
+        if standby is not None:
+            try:
+                return standby.begin(self.spec)
+            except OSError as error:
+                logger.warning("PSD: the standby is of no use (%s); a new process is started.", error)
+                standby.end()
         try:
-            # A fresh interpreter: neither a fork after CUDA and gloo started, nor a re-import of the user's __main__.
-            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+            return start_interpreter(self.spec, environment)
         except OSError:
             self._endpoint.cleanup()
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -28,6 +29,7 @@ from sglang_psd.channel.messages import (
 from sglang_psd.channel.pulse import PulseSender
 from sglang_psd.channel.transport import Channel, spin_time
 from sglang_psd.drafter.spec import DrafterSpec
+from sglang_psd.drafter.standby import await_spec, engine_module
 from sglang_psd.errors import ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -139,13 +141,8 @@ class DrafterLoop:
 
 def make_engine(spec: DrafterSpec):
     """Load what ``spec`` names."""
-    if spec.head is not None:
-        from sglang_psd.drafter.eagle import EagleEngine
-
-        return EagleEngine(spec)
-    from sglang_psd.drafter.engine import DraftEngine
-
-    return DraftEngine(spec)
+    module = importlib.import_module(engine_module(spec))
+    return module.DraftEngine(spec) if spec.head is None else module.EagleEngine(spec)
 
 
 def bind_life_to_parent(parent_pid: int) -> None:
@@ -167,19 +164,26 @@ def _last_words(channel: Channel, error: BaseException) -> None:
         time.sleep(0.5)  # let the message leave before the socket goes
 
 
+def _name_process(name: str) -> None:
+    try:
+        import setproctitle
+
+        setproctitle.setproctitle(name)
+    except ImportError:
+        pass
+
+
 def main(argv: list[str]) -> int:
-    """Entry point of the child process; ``argv[0]`` is a ``DrafterSpec`` as JSON."""
+    """Entry point of the child process; ``argv[0]`` is a ``DrafterSpec`` as JSON, without endpoint for a standby."""
     spec = msgspec.json.decode(argv[0], type=DrafterSpec)
     bind_life_to_parent(spec.parent_pid)
     logging.basicConfig(
         level=spec.log_level.upper(), format="[%(asctime)s DRAFTER] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
     )
-    try:
-        import setproctitle
-
-        setproctitle.setproctitle("sglang_psd::drafter")
-    except ImportError:
-        pass
+    if not spec.endpoint:
+        _name_process("sglang_psd::standby")
+        spec = await_spec(spec)
+    _name_process("sglang_psd::drafter")
     channel = Channel(spec.endpoint, bind=False, spin_s=spin_time(spec.device))
     PulseSender(spec.pulse_endpoint)
     try:

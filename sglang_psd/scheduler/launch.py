@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_psd.config import PSDConfig
 from sglang_psd.draft_method import head_of, read_config
 from sglang_psd.drafter.process import DrafterProcess
 from sglang_psd.drafter.spec import DrafterSpec, HeadSpec
+from sglang_psd.drafter.standby import StandbyProcess
 from sglang_psd.scheduler.devices import (
     OWN_GPU_FRACTION,
     SHARED_GPU_FRACTION,
@@ -124,9 +126,33 @@ def decode_graphs_disabled(args: PSDServerArgs) -> bool:
     return bool(args.disable_cuda_graph) or getattr(backend, "value", backend) == "disabled"
 
 
-def launch_drafter(args: PSDServerArgs, config: PSDConfig, device: DrafterDevice) -> DrafterProcess:
-    """Start the drafter process; returns at once, ``join`` waits for it."""
-    from sglang_psd.compat import vocab_limit
+class DrafterLauncher:
+    """Starts the drafter, its successors and their standby, all alike: what they are told and the environment they get
+    are those of the moment when the first one is started.
 
-    spec = drafter_spec(args, config, device, vocab_limit(args))
-    return DrafterProcess(spec, visible_name(device, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    Parameters
+    ----------
+    args : PSDServerArgs
+    config : PSDConfig
+    device : DrafterDevice
+    """
+
+    def __init__(self, args: PSDServerArgs, config: PSDConfig, device: DrafterDevice):
+        from sglang_psd.compat import vocab_limit
+
+        self.spec = drafter_spec(args, config, device, vocab_limit(args))
+        self.environment = drafter_environment(device, os.environ)
+
+    def launch(self, standby: StandbyProcess | None = None) -> DrafterProcess:
+        """Start a drafter, or let ``standby`` become one; returns at once, ``join`` waits for it."""
+        return DrafterProcess(self.spec, self.environment, standby)
+
+    def launch_standby(self) -> StandbyProcess:
+        """Start a process that can become a drafter; returns at once."""
+        return StandbyProcess(self.spec, self.environment)
+
+
+def drafter_environment(device: DrafterDevice, environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a drafter process: its server's, with the drafter's device as the only visible one."""
+    visible = visible_name(device, environment.get("CUDA_VISIBLE_DEVICES"))
+    return {**environment, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}

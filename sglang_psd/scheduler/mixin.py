@@ -27,7 +27,7 @@ from sglang_psd.config import uses_psd
 from sglang_psd.scheduler import room
 from sglang_psd.scheduler.drafting import DraftingMixin
 from sglang_psd.scheduler.drafts import DraftClient
-from sglang_psd.scheduler.launch import launch_drafter, visible_drafter_device
+from sglang_psd.scheduler.launch import DrafterLauncher, visible_drafter_device
 from sglang_psd.scheduler.membership import MembershipMixin
 from sglang_psd.scheduler.oversight import OversightMixin
 from sglang_psd.scheduler.records import RecordsMixin
@@ -95,12 +95,10 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
             "synchronous" if self._psd_synchronous else "overlapped",
         )
 
-    def _psd_launch_drafter(self) -> DrafterProcess:
-        return launch_drafter(self.server_args, self.psd, self.psd_device)
-
     def _psd_spawn_drafter(self) -> DrafterProcess:
         self.psd_device = visible_drafter_device(self.server_args, self.psd, self.ps.gpu_id)
-        process = self._psd_launch_drafter()
+        self.psd_launcher = DrafterLauncher(self.server_args, self.psd, self.psd_device)
+        process = self.psd_launcher.launch()
         if self.psd_device.shared:
             # On one GPU the target measures what is left for its own KV: the drafter has to have its share by then.
             process.join(self.psd.start_timeout_s)

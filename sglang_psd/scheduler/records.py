@@ -68,9 +68,8 @@ class RecordsMixin(_Base):
 
     def psd_report(self) -> dict[str, Any]:
         """Mode, slots, figures and drafter, as ``/server_info`` shows them."""
+        self._psd_supervise()  # what is reported is what is so now, and of one moment
         client, process = self.psd_client, self.psd_process
-        if client is not None:
-            client.tend()
         drafting = client is not None and client.drafting
         report: dict[str, Any] = {
             "mode": self.psd.mode if drafting else "off",
@@ -93,6 +92,7 @@ class RecordsMixin(_Base):
                 "open_requests": client.open_requests if client else 0,
                 "failure": client.failure if client else None,
                 "state": self._psd_drafter_state(),
+                "standby": self.psd_supervisor.standby_state if self.psd_supervisor else "off",
                 "restarts": self.psd_supervisor.restarts if self.psd_supervisor else 0,
                 "reopened": client.reopened if client else 0,
                 "resyncs": client.resyncs if client else 0,

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from sglang_psd.scheduler.acceptance_watch import AcceptanceWatch, Verdict
+from sglang_psd.scheduler.standby import StandbyKeeper
 from sglang_psd.scheduler.supervisor import DrafterSupervisor
 from sglang_psd.telemetry.metrics import DrafterMetrics
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from sglang_psd.drafter.process import DrafterProcess
     from sglang_psd.scheduler.drafts import DraftClient
+    from sglang_psd.scheduler.launch import DrafterLauncher
 else:
     _Base = object
 
@@ -25,6 +27,7 @@ class RecoveryMixin(_Base):
 
     psd_client: DraftClient | None
     psd_process: DrafterProcess | None
+    psd_launcher: DrafterLauncher
     psd_supervisor: DrafterSupervisor | None = None
     psd_watch: AcceptanceWatch | None = None
     psd_metrics: DrafterMetrics | None = None
@@ -32,8 +35,13 @@ class RecoveryMixin(_Base):
     def _psd_start_recovery(self) -> None:
         """The first drafter is up: look after it from now on."""
         config = self.psd
+        launcher = self.psd_launcher
         self.psd_supervisor = DrafterSupervisor(
-            self._psd_launch_drafter, config.start_timeout_s, config.max_losses, config.max_restart_delay_s
+            launcher.launch,
+            config.start_timeout_s,
+            config.max_losses,
+            config.max_restart_delay_s,
+            standby=StandbyKeeper(launcher.launch_standby) if config.standby and config.restart else None,
         )
         self.psd_watch = AcceptanceWatch(config.acceptance_floor)
         if self.server_args.enable_metrics:
@@ -52,7 +60,7 @@ class RecoveryMixin(_Base):
                 self.psd_metrics.count_loss()
             process.abandon()
             if self.psd.restart:
-                supervisor.lost()
+                supervisor.lost(process)
             else:
                 supervisor.give_up("the drafter is lost, and 'restart' in --psd-config is false")
         successor = supervisor.tick()

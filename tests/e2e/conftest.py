@@ -72,7 +72,9 @@ def served(logs: Path) -> Iterator[ServerProcess]:
 def launched(logs: Path) -> Iterator[ServerProcess]:
     """A PSD server started with ``python -m sglang.launch_server``, configured through ``--psd-config``."""
     config = logs / "psd.json"
-    config.write_text(json.dumps({"mode": "sequential", "integrity_checks": True, "hung_after_s": 3.0}))
+    config.write_text(
+        json.dumps({"mode": "sequential", "standby": True, "integrity_checks": True, "hung_after_s": 3.0})
+    )
     flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, *PSD_FLAGS, "--psd-config", str(config)]
     server = ServerProcess(flags, logs / "launched.log", environment=ENVIRONMENT)
     yield server
@@ -87,7 +89,15 @@ def bytes_server(logs: Path, models: Path) -> Iterator[ServerProcess]:
     flags = ["--model-path", str(models / "T"), "--random-seed", "1", "--max-total-tokens", "8192"]
     flags += ["--speculative-algorithm", "PSD", "--speculative-draft-model-path", str(models / "D_same")]
     flags += ["--speculative-num-steps", str(BYTES_STEPS), "--max-running-requests", str(BYTES_MAX_RUNNING)]
-    flags += ["--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25", "--enable-custom-logit-processor"]
+    flags += [
+        "--psd-config",
+        '{"standby": false}',
+        "--reasoning-parser",
+        "qwen3",
+        "--tool-call-parser",
+        "qwen25",
+        "--enable-custom-logit-processor",
+    ]
     server = ServerProcess([*flags, "--enable-metrics"], logs / "bytes.log", environment=ENVIRONMENT)
     try:
         server.wait_ready(START_TIMEOUT_S)

@@ -27,7 +27,7 @@ if ON_GPU:
         mem_fraction_static=0.6,
         max_total_tokens=65536,
     )
-PSD_FLAGS = [
+DRAFT_FLAGS = [
     "--speculative-algorithm",
     "PSD",
     "--speculative-draft-model-path",
@@ -35,10 +35,13 @@ PSD_FLAGS = [
     "--speculative-num-steps",
     str(NUM_STEPS),
 ]
+# Importing everything once more takes a core for long; the server whose drafter is lost keeps a standby.
+PSD_FLAGS = [*DRAFT_FLAGS, "--psd-config", '{"standby": false}']
 PSD_KEYWORDS: dict = {
     "speculative_algorithm": "PSD",
     "speculative_draft_model_path": str(TINY_DRAFT),
     "speculative_num_steps": NUM_STEPS,
+    "psd_config": {"standby": False},
 }
 if ON_GPU:
     PSD_FLAGS += ["--psd-drafter-mem-fraction", "0.6"]

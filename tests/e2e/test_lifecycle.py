@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import psutil
 import pytest
 
 from scripts.faults.starts import STARTS, FailedStart, try_start
-from scripts.faults.strikes import socket_paths
+from scripts.faults.strikes import socket_paths, standbys_of
 from sglang_psd.resources import TINY_TARGET
 from sglang_psd.server_process import ServerProcess
 from tests.e2e.conftest import MAX_TOKENS, START_TIMEOUT_S, process_tree
@@ -54,43 +55,67 @@ def psd_section(url: str) -> dict:
     return server_info(url)["internal_states"][0]["psd"]
 
 
+def wait_for_standby(url: str) -> psutil.Process:
+    """The standby process, once it is ready."""
+    wait_for(url, lambda psd: psd["drafter"]["standby"] == "ready", every_s=0.5)
+    (standby,) = standbys_of(drafter_of(url))
+    return standby
+
+
+def wait_for(url: str, reached: Callable[[dict], bool], every_s: float = 0.05) -> dict:
+    """The ``psd`` section of ``/server_info``, once it says what is waited for."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not reached(found := psd_section(url)):
+        assert time.monotonic() < deadline, found
+        time.sleep(every_s)
+    return found
+
+
 def test_requests_survive_a_killed_drafter(launched_url: str, oracle: dict) -> None:
-    """SIGKILL under load: every answer is the oracle's, ``/server_info`` tells the truth, and the drafter returns."""
+    """SIGKILL under load: every answer is the oracle's, ``/server_info`` tells the truth, the standby takes over."""
     answers = oracle["answers"]
     expected = [answer["ids"] for answer in answers]
-    drafter = drafter_of(launched_url)
-    killer = threading.Timer(0.3, drafter.kill)
-    killer.start()
-    deadline = time.monotonic() + 4.0
-    while time.monotonic() < deadline:
-        got = generate(
+    standby, drafter = wait_for_standby(launched_url), drafter_of(launched_url)
+    recovered = threading.Event()
+
+    def ask() -> list[dict]:
+        return generate(
             launched_url,
             text=[answer["prompt"] for answer in answers],
             sampling_params={"temperature": 0, "max_new_tokens": MAX_TOKENS},
         )
-        assert [answer["output_ids"] for answer in got] == expected
-    killer.join()
-    psd = psd_section(launched_url)
-    assert psd["mode"] == "off" and psd["drafter"]["failure"] and psd["drafter"]["state"] in ("waiting", "starting")
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while psd_section(launched_url)["mode"] == "off":
-        assert time.monotonic() < deadline, psd_section(launched_url)
-        time.sleep(0.5)
-    psd = psd_section(launched_url)
-    assert psd["drafter"]["restarts"] == 1 and psd["drafter"]["pid"] != drafter.pid
-    got = generate(
-        launched_url,
-        text=[answer["prompt"] for answer in answers],
-        sampling_params={"temperature": 0, "max_new_tokens": MAX_TOKENS},
-    )
+
+    def load() -> int:
+        asked = 0
+        while not recovered.is_set():
+            assert [answer["output_ids"] for answer in ask()] == expected
+            asked += 1
+        return asked
+
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load)
+        try:
+            drafter.kill()
+            away = wait_for(launched_url, lambda psd: psd["mode"] == "off")["drafter"]
+            wait_for(launched_url, lambda psd: psd["mode"] != "off")
+        finally:
+            recovered.set()
+        assert loading.result() > 0
+    assert away["failure"] and away["state"] in ("waiting", "starting"), away
+    back = psd_section(launched_url)["drafter"]
+    assert back["restarts"] == 1 and back["pid"] == standby.pid
+    got = ask()
     assert [answer["output_ids"] for answer in got] == expected
     assert max(answer["meta_info"]["spec_accept_length"] for answer in got) > 1.0
 
 
 def test_a_stopped_drafter_is_replaced_and_health_stays_true(launched_url: str, oracle: dict) -> None:
-    """SIGSTOP for good: detected, served without, killed, replaced; both health checks say what is so, at any time."""
+    """SIGSTOP for good, and no standby: detected, served without, killed, replaced; health checks stay true."""
     answers = oracle["answers"]
     drafter = drafter_of(launched_url)
+    wait_for(launched_url, lambda psd: psd["drafter"]["standby"] in ("importing", "ready"))
+    (standby,) = standbys_of(drafter)
+    standby.kill()
     drafter.send_signal(signal.SIGSTOP)
     modes = []
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -106,7 +131,7 @@ def test_a_stopped_drafter_is_replaced_and_health_stays_true(launched_url: str, 
             with urllib.request.urlopen(launched_url + path, timeout=30) as answer:
                 assert answer.status == 200
         modes.append(psd_section(launched_url)["mode"])
-    assert modes[-1] == "sequential" and drafter_of(launched_url).pid != drafter.pid
+    assert modes[-1] == "sequential" and drafter_of(launched_url).pid not in (drafter.pid, standby.pid)
     assert not drafter.is_running() or drafter.status() == psutil.STATUS_ZOMBIE
 
 
@@ -143,8 +168,10 @@ def test_a_live_request_id_is_refused(served_url: str, oracle: dict) -> None:
 
 
 def test_sigkill_of_the_launcher_leaves_nothing(launched: ServerProcess, launched_url: str) -> None:
-    """The kernel ends scheduler and drafter when their parents are killed outright."""
+    """The kernel ends scheduler, drafter and standby when their parents are killed outright."""
+    wait_for(launched_url, lambda psd: psd["drafter"]["standby"] in ("importing", "ready"))
     processes = process_tree(launched)
+    assert len(standbys_of(drafter_of(launched_url))) == 1
     os.kill(launched.pid, signal.SIGKILL)
     assert_all_gone(processes)
 

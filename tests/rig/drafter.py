@@ -71,9 +71,9 @@ class ForkedDrafter(DrafterProcess):
         self._fault = fault
         self._front = PrivateEndpoint() if fault is not None else None
         self.proxy: FaultyProxy | None = None
-        super().__init__(spec, None)
+        super().__init__(spec, os.environ)
 
-    def _spawn(self, visible_device: str | None):
+    def _spawn(self, environment, standby):
         if self._front is not None:
             self.spec = msgspec.structs.replace(self.spec, endpoint=self._front.address)
         waits, self._go = os.pipe()

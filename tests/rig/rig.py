@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from sglang_psd.errors import DrafterStartError
@@ -26,7 +27,13 @@ Sabotage = Callable[[], None]
 Ask = tuple[list[int], int, dict[str, Any]]
 
 # What a rig's scheduler is told unless a test says otherwise. Nothing here may depend on how fast the machine is.
-RIG_CONFIG: dict[str, Any] = {"integrity_checks": True, "restart": False, "draft_timeout_s": 30.0}
+# A standby would be a fresh interpreter; the drafters of a rig are forks.
+RIG_CONFIG: dict[str, Any] = {
+    "integrity_checks": True,
+    "restart": False,
+    "standby": False,
+    "draft_timeout_s": 30.0,
+}
 KV_TOKENS = 4096
 MAX_RUNNING = 16
 RANDOM_SEED = 1234
@@ -159,7 +166,7 @@ class Rig:
             self.drafter = begin()
             return self.drafter
 
-        mixin.launch_drafter = launch
+        mixin.DrafterLauncher = lambda *_: SimpleNamespace(launch=launch)
 
     def _record_outputs(self) -> None:
         recorder = Recorder()

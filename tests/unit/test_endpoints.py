@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import stat
 import subprocess
@@ -249,7 +250,7 @@ def test_a_sender_ends(endpoint) -> None:
 class Sleeper(DrafterProcess):
     """A drafter that never says anything."""
 
-    def _spawn(self, visible_device):
+    def _spawn(self, environment, standby):
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
 
@@ -262,7 +263,7 @@ class Sleeper(DrafterProcess):
     ],
 )
 def test_a_drafter_that_does_not_come_up_is_named_and_gone(action, words) -> None:
-    process = Sleeper(SPEC, None)
+    process = Sleeper(SPEC, os.environ)
     action(process)
     with pytest.raises(DrafterStartError, match=words):
         process.join(1.0)
@@ -272,7 +273,24 @@ def test_a_drafter_that_does_not_come_up_is_named_and_gone(action, words) -> Non
 
 def test_a_stopped_process_ends_too() -> None:
     """SIGSTOP holds SIGTERM back; stop() does not wait for it for ever."""
-    process = Sleeper(SPEC, None)
+    process = Sleeper(SPEC, os.environ)
     process._process.send_signal(19)
     process.stop()
     assert not process.alive()
+
+
+def test_a_drafter_without_room_for_its_sockets_is_named_and_gone() -> None:
+    """A full disk, say: the error is one that the supervisor answers with another attempt."""
+    started: list[subprocess.Popen] = []
+
+    class Homeless(Sleeper):
+        def _spawn(self, environment, standby):
+            started.append(super()._spawn(environment, standby))
+            return started[-1]
+
+        def _open_sockets(self) -> None:
+            raise zmq.ZMQError(errno.ENOSPC)
+
+    with pytest.raises(EndpointError, match=r"sockets cannot be opened .*[Nn]o space"):
+        Homeless(SPEC, os.environ)
+    assert started[0].wait(10) == -9

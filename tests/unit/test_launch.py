@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 from sglang_psd.config import PSDConfig
 from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
 from sglang_psd.scheduler.devices import DrafterDevice
-from sglang_psd.scheduler.launch import drafter_spec
+from sglang_psd.scheduler.launch import DrafterLauncher, drafter_spec
 
 ARGS: dict[str, Any] = {
     "model_path": str(TINY_TARGET),
@@ -65,3 +68,35 @@ def test_the_draft_keeps_its_own_type() -> None:
     assert (spec(OWN).dtype, spec(CPU).dtype) == ("auto", "float32")
     assert spec(CPU, {"drafter_dtype": "bfloat16"}).dtype == "bfloat16"
     assert spec(OWN, speculative_draft_load_format="dummy").load_format == "dummy"
+
+
+def test_drafter_standby_and_successor_start_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One command, one environment with the drafter's device alone in it, whatever the server sets later on."""
+    started: list[tuple[dict, dict]] = []
+
+    def start(command: list[str], env: dict[str, str], stdin: Any) -> subprocess.Popen:
+        started.append((json.loads(command[-1]), env))
+        return popen([sys.executable, "-c", "pass"], stdin=subprocess.DEVNULL)
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr("sglang_psd.compat.vocab_limit", lambda args: 320)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")
+    args = SimpleNamespace(**ARGS)
+    launcher = DrafterLauncher(args, PSDConfig(), OWN)  # type: ignore[arg-type]
+    first = launcher.launch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a")
+    monkeypatch.setenv("SET_LATER", "1")
+    args.max_running_requests = 3
+    standby, successor = launcher.launch_standby(), launcher.launch()
+    for process in (first, successor):
+        process.stop()
+    standby.end()
+    (first_spec, env), (standby_spec, standby_env), (next_spec, next_env) = started
+    assert env == standby_env == next_env and env["CUDA_VISIBLE_DEVICES"] == "GPU-b" and "SET_LATER" not in env
+    endpoints = ("endpoint", "pulse_endpoint", "schema_version")
+    assert not standby_spec["endpoint"] and first_spec["endpoint"] != next_spec["endpoint"]
+    for spec in (first_spec, standby_spec, next_spec):
+        for name in endpoints:
+            del spec[name]
+    assert first_spec == standby_spec == next_spec
