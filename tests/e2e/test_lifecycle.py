@@ -38,10 +38,18 @@ def drafter_of(url: str) -> psutil.Process:
     return psutil.Process(psd_section(url)["drafter"]["pid"])
 
 
+def command_line(process: psutil.Process) -> list[str]:
+    """Arguments of a process; none when it has ended meanwhile."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # also of those that wait for their parent
+        return []
+
+
 def assert_all_gone(processes: list[psutil.Process]) -> None:
     """Fail when one of the processes still runs after ``GONE_WITHIN_S`` seconds."""
     _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
-    left = [f"{p.pid} {p.status()} {' '.join(p.cmdline())[:80]}" for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    left = [f"{p.pid} {' '.join(command_line(p))[:80]}" for p in alive if command_line(p)]
     for process in alive:
         process.kill()
     assert not left, left
@@ -166,7 +174,7 @@ def test_sigterm_while_loading_leaves_nothing(logs: Path) -> None:
     server = ServerProcess(flags, logs / "early.log", environment=ENVIRONMENT)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not any("sglang_psd.drafter" in p.cmdline() for p in process_tree(server)):
+        while not any("sglang_psd.drafter" in command_line(p) for p in process_tree(server)):
             assert server.running() and time.monotonic() < deadline, server.log_tail()
             time.sleep(0.05)
         processes = process_tree(server)
