@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Test processes side by side; each needs about 4 GB, the one with the servers 10.
+TEST_WORKERS ?= 2
 # Trust the machine's certificates, as pip does; uv brings its own list otherwise. pip is the slower second choice.
 UV_ENV := UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1
 
@@ -32,7 +34,7 @@ demo: $(READY)
 	$(BIN)/sglang-psd demo $(DEMO_ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu $(TEST_ARGS)

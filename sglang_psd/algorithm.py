@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_NUM_STEPS = 3
 MAX_NUM_STEPS = 32
 DEFAULT_MAX_RUNNING_REQUESTS = 48
+CPU_ATTENTION_BACKENDS = ("torch_native", "intel_amx")
 
 
 class PSDAlgorithm(CustomSpecAlgo):
@@ -61,6 +62,7 @@ def validate_server_args(args: PSDServerArgs) -> None:
             "or serve without one by --psd-mode off."
         )
     _refuse_unsupported(args)
+    _refuse_ignored(args)
     _complete_chain_shape(args)
     if args.max_running_requests is None:
         args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
@@ -86,6 +88,7 @@ def _refuse_unsupported(args: PSDServerArgs) -> None:
         (args.enable_pdmux, "--enable-pdmux"),
         (args.speculative_adaptive, "--speculative-adaptive"),
         (args.enable_hisparse, "--enable-hisparse"),
+        (args.is_embedding, "--is-embedding"),
         # Its matcher cannot take a token back, and verifying a chain means trying drafts.
         (args.grammar_backend == "outlines", "--grammar-backend outlines"),
     )
@@ -96,10 +99,38 @@ def _refuse_unsupported(args: PSDServerArgs) -> None:
             )
 
 
+def _refuse_ignored(args: PSDServerArgs) -> None:
+    """Flags of SGLang's own drafters that would change nothing here; silence would let a user believe they do."""
+    ignored = (
+        (
+            args.speculative_draft_attention_backend is not None,
+            "--speculative-draft-attention-backend",
+            "name the drafter's with --psd-drafter-attention-backend",
+        ),
+        (
+            args.speculative_accept_threshold_single != 1.0,
+            "--speculative-accept-threshold-single",
+            "leave it out: every token is the target's",
+        ),
+        (
+            args.speculative_accept_threshold_acc != 1.0,
+            "--speculative-accept-threshold-acc",
+            "leave it out: every token is the target's",
+        ),
+    )
+    for used, flag, remedy in ignored:
+        if used:
+            raise UnsupportedFeatureError(f"{flag} has no effect on PSD; {remedy}.")
+
+
 def _check_drafter_flags(args: Any) -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     backend = args.psd_drafter_attention_backend
+    if args.device == "cpu" and backend not in (None, *CPU_ATTENTION_BACKENDS):
+        raise PSDConfigError(
+            f"--psd-drafter-attention-backend {backend} needs a GPU, and the server runs on the CPU; leave the flag out."
+        )
     if backend is not None and backend not in ATTENTION_BACKENDS:
         raise PSDConfigError(
             f"--psd-drafter-attention-backend must be one of {', '.join(sorted(ATTENTION_BACKENDS))}, got {backend!r}."

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from sglang_psd.draft_method import head_of
+from sglang_psd.draft_method import head_of, readable_draft
 from sglang_psd.errors import DraftMismatchError
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def check_draft_model(args: PSDServerArgs) -> None:
     else:
         mode = args.tokenizer_mode
         target = _read_vocabulary(args.tokenizer_path or args.model_path, mode, trust, args.revision)
-        draft = _read_vocabulary(draft_path, mode, trust, args.speculative_draft_model_revision)
+        with readable_draft(draft_path):
+            draft = _read_vocabulary(draft_path, mode, trust, args.speculative_draft_model_revision)
         compare_vocabularies(target, draft, target_size, draft_size)
     context = args.context_length or target_context
     if draft_context < context:

@@ -5,8 +5,10 @@ The rules are pure Python over two configs; reading them uses SGLang's own loade
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -128,15 +130,50 @@ def read_config(path: str, trust_remote_code: bool, revision: str | None) -> dic
     return {**read, "architectures": list(config.architectures or [])}
 
 
+@contextlib.contextmanager
+def readable_draft(path: str) -> Iterator[None]:
+    """Turn what SGLang's loaders say of a draft checkpoint they cannot read into a sentence about the flag.
+
+    Raises
+    ------
+    PSDConfigError
+        The checkpoint has no files here or on the hub, or they are damaged.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise PSDConfigError(
+            f"--speculative-draft-model-path {path!r} is no checkpoint that can be read ({reason[0].rstrip('.')}); "
+            "name a folder with a draft model, or a model of the hub that can be reached."
+        ) from None
+
+
 def head_of(args: PSDServerArgs) -> Head | None:
     """The EAGLE head of a PSD server; None where it drafts with a model. Errors as in ``resolve_head``."""
     path = str(args.speculative_draft_model_path)
-    draft = read_config(path, args.trust_remote_code, args.speculative_draft_model_revision)
+    with readable_draft(path):
+        draft = read_config(path, args.trust_remote_code, args.speculative_draft_model_revision)
     target = read_config(str(args.model_path), args.trust_remote_code, args.revision)
     head = resolve_head(args.psd_draft_method, draft, target, path)
     if head is not None:
         _check_class(draft["architectures"][0], path)
+    if args.speculative_token_map is not None:
+        _check_token_map(args.speculative_token_map, head, path)
     return head
+
+
+def _check_token_map(token_map: str, head: Head | None, path: str) -> None:
+    """Refuse a map that would be ignored, or that the drafter would stumble over while it loads."""
+    if head is None:
+        raise PSDConfigError(
+            f"--speculative-token-map says what an EAGLE head may propose, and {path!r} is a draft model; "
+            "leave the flag out."
+        )
+    if token_map.startswith((".", "/", "~")) and not os.path.isfile(token_map):
+        raise PSDConfigError(
+            f"--speculative-token-map {token_map!r} is no file; name one that torch.save wrote from a list of ids."
+        )
 
 
 def _check_class(architecture: str, path: str) -> None:

@@ -7,8 +7,10 @@ processes import this module while unpickling, so importing it has no side effec
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
+import sys
 from typing import Any
 
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
@@ -25,7 +27,8 @@ from sglang_psd.config import (
     resolve_config,
     uses_psd,
 )
-from sglang_psd.errors import PSDConfigError
+from sglang_psd.draft_method import read_config, readable_draft
+from sglang_psd.errors import PSDConfigError, PSDError
 
 
 def check_draft_path(path: str | None) -> None:
@@ -121,6 +124,15 @@ class PSDServerArgs(ServerArgs):
         NS("spec"),
     ] = None
 
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> PSDServerArgs:
+        """As SGLang's; a bad PSD flag ends the command as argparse ends it, with its sentence and code 2."""
+        try:
+            return super().from_cli_args(args)
+        except PSDError as error:
+            print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
     def __post_init__(self) -> None:
         from sglang_psd.cpu import defaults
 
@@ -137,7 +149,12 @@ class PSDServerArgs(ServerArgs):
             else:
                 check_draft_path(self.speculative_draft_model_path)
                 keep_draft_quantization(self)
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except OSError:
+            if uses_psd(self):
+                self._blame_unreadable_draft()
+            raise
 
     def psd(self) -> PSDConfig:
         """The resolved options (flags over ``--psd-config`` over defaults)."""
@@ -151,6 +168,12 @@ class PSDServerArgs(ServerArgs):
             raise PSDConfigError(
                 f"{given[0]} has no effect without --speculative-algorithm {ALGORITHM}; add that flag."
             )
+
+    def _blame_unreadable_draft(self) -> None:
+        """Say so when it is the draft's config that SGLang could not read."""
+        path = str(self.speculative_draft_model_path)
+        with readable_draft(path):
+            read_config(path, self.trust_remote_code, self.speculative_draft_model_revision)
 
     def _step_aside(self) -> None:
         """``--psd-mode off``: stock SGLang, at its own speed, with nothing of PSD in its way."""

@@ -16,6 +16,22 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For ``make test``, which runs several test processes (pytest-xdist): what belongs to one of them, and the order.
+
+    The end-to-end tests share servers and stay together; they take longest and begin. Every other file is a group.
+    The short unit tests come last and fill up what is left.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    ranks = {"e2e": 0, "rig": 1, "unit": 2}
+    for item in items:
+        group = "e2e" if item.path.parent.name == "e2e" else "/".join(item.path.parts[-2:])
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: ranks.get(item.path.parent.name, 1))
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the models of ``tests/models.py``."""

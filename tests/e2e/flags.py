@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -49,6 +50,10 @@ if ON_GPU:
 # SGLANG_IS_IN_CI would switch on assertions that expect SGLang's own overlap loop.
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENVIRONMENT.pop("SGLANG_IS_IN_CI", None)
+# SGLang imports every model it knows, in two processes of each server, for seconds; these are the ones served here.
+_SERVED = {"llama", "qwen2", "qwen3"}
+_MODELS = Path(importlib.util.find_spec("sglang").origin).parent / "srt" / "models"  # type: ignore[union-attr,arg-type]
+ENVIRONMENT["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted({file.stem for file in _MODELS.glob("*.py")} - _SERVED))
 # Scripts that the tests start import this package.
 _ROOT = str(Path(__file__).parents[2])
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))

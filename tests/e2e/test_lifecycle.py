@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -41,10 +39,18 @@ def drafter_of(url: str) -> psutil.Process:
     return psutil.Process(psd_section(url)["drafter"]["pid"])
 
 
+def command_line(process: psutil.Process) -> list[str]:
+    """Arguments of a process; none when it has ended meanwhile."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # also of those that wait for their parent
+        return []
+
+
 def assert_all_gone(processes: list[psutil.Process]) -> None:
     """Fail when one of the processes still runs after ``GONE_WITHIN_S`` seconds."""
     _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
-    left = [f"{p.pid} {p.status()} {' '.join(p.cmdline())[:80]}" for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    left = [f"{p.pid} {' '.join(command_line(p))[:80]}" for p in alive if command_line(p)]
     for process in alive:
         process.kill()
     assert not left, left
@@ -195,7 +201,7 @@ def test_sigterm_while_loading_leaves_nothing(logs: Path) -> None:
     server = ServerProcess(flags, logs / "early.log", environment=ENVIRONMENT)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not any("sglang_psd.drafter" in p.cmdline() for p in process_tree(server)):
+        while not any("sglang_psd.drafter" in command_line(p) for p in process_tree(server)):
             assert server.running() and time.monotonic() < deadline, server.log_tail()
             time.sleep(0.05)
         processes = process_tree(server)
@@ -223,12 +229,3 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(failed_starts: dict[str,
     start = failed_starts[name]
     assert start.exit_code != 0, "the launcher did not end, or ended as if all were well"
     assert start.sentence and start.processes_left == 0, start
-
-
-def test_bad_flags_exit_with_a_sentence() -> None:
-    """A misspelt value names its flag; nothing is loaded before."""
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(TINY_TARGET), *PSD_FLAGS]
-    command += ["--psd-drafter-mem-fraction", "1.5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
-    assert done.returncode != 0
-    assert "--psd-drafter-mem-fraction must lie between 0 and 1, got 1.5" in done.stderr

@@ -118,6 +118,14 @@ REFUSED = [
     ({"draft": "D_mid", "psd_drafter_dtype": "int8"}, "--psd-drafter-dtype"),
     ({"draft": "D_mid", "psd_drafter_device": "cuda:9"}, "--psd-drafter-device"),
     ({"draft": "D_mid", "grammar_backend": "outlines"}, "--grammar-backend"),
+    ({"draft": "D_mid", "is_embedding": True}, "--is-embedding"),
+    ({"draft": "D_mid", "psd_drafter_attention_backend": "fa3"}, "--psd-drafter-attention-backend"),
+    ({"draft": "D_mid", "speculative_draft_attention_backend": "fa3"}, "--psd-drafter-attention-backend"),
+    ({"draft": "D_mid", "speculative_accept_threshold_single": 0.5}, "--speculative-accept-threshold-single"),
+    ({"draft": "D_mid", "speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold-acc"),
+    ({"draft": "D_mid", "speculative_token_map": "ids.pt"}, "--speculative-token-map"),
+    ({"target": "L", "draft": "L_e1", "speculative_token_map": "/nonexistent/ids.pt"}, "--speculative-token-map"),
+    ({"speculative_draft_model_path": "no-such-folder"}, "--speculative-draft-model-path"),
 ]
 
 
@@ -138,7 +146,7 @@ def refusal(models, given: dict) -> str | None:
     if draft is not None:
         keywords["speculative_draft_model_path"] = str(models / draft)
     try:
-        PSDServerArgs(model_path=str(models / "T"), **keywords)
+        PSDServerArgs(model_path=str(models / keywords.pop("target", "T")), **keywords)
     except PSDConfigError as error:
         return str(error)
     return None
