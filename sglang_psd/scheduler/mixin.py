@@ -214,6 +214,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
         self.psd_timer.stop(flight.timer)
         flight.batch = batch.copy()
         flight.features = self.draft_worker.take_features()
+        flight.calls = self.draft_worker.take_calls()
         slot.in_flight = flight
         slot.last = batch
         for other in self.psd_slots:
