@@ -11,7 +11,8 @@ SGLang has no such seeds. Groups of equal requests without a seed have to follow
 In float32 equal means equal up to the order of additions. In bfloat16 the two best tokens are often as good as equal,
 and kernels for other shapes decide otherwise. So every difference is printed with its gap: by how much the reference
 preferred its own token, in nats. A gap above the setting's bound is a failure, and so is everything that no rounding
-explains; each is written with its request. The time budget counts from the start of the command.
+explains; each is written with its request. The time budget counts from the start of the command; without a GPU the
+engines run one after the other, and a third of it counts for each from its start.
 """
 
 from __future__ import annotations
@@ -19,274 +20,165 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import shlex
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.exactness.arms import Arm, say_go, wait_for_arms
 from scripts.exactness.compare import Verdict, compare, same_law
-from scripts.exactness.settings import ARMS, PLAIN, SETTINGS, Setting, engine_keywords
-from scripts.exactness.traffic import Request, random_requests
-from scripts.exactness.worker import Job, write_job
+from scripts.exactness.settings import ARMS, PLAIN, SETTINGS, Setting, engine_keywords, number_of_gpus
+from scripts.exactness.traffic import random_requests
+from scripts.exactness.worker import Job, Traffic
 from scripts.record_result import machine
-from tests.e2e.flags import ENVIRONMENT
 
 START_TIMEOUT_S = 400.0
 FINISH_S = 60.0  # for the requests that are under way at the deadline
-PRINT_EVERY_S = 5.0
 SMALLEST_P = 1e-4
-ROOT = Path(__file__).resolve().parents[1]
-# Which engine's answers are right, by kind; "law" is judged as a whole.
-REFERENCE = {"greedy": PLAIN, "seeded": "sequential"}
+CONCURRENCY = {"cuda": 192, "cpu": 24}
 
 
-@dataclass
-class Arm:
-    """One engine's process and what it has answered."""
+class Group:
+    """The engines of one setting and what is known about their answers.
 
-    setting: Setting
-    name: str
-    folder: Path
-    job: Job
-    process: subprocess.Popen | None = None
-    answers: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None
-    _read: int = 0
+    Parameters
+    ----------
+    given : Namespace
+        The command line.
+    setting : Setting
+    folder : Path
+        For files of the engines.
+    """
 
-    @property
-    def label(self) -> str:
-        """For people."""
-        return f"{self.setting.name} {self.name}"
-
-    def start(self, deadline: float) -> None:
-        """Start the process; its output goes to a file. It sends no request after ``deadline`` (``time.time()``)."""
-        path = self.folder / "job.json"
-        write_job(path, replace(self.job, deadline=deadline))
-        with open(self.folder / "log", "w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "scripts.exactness.worker", str(path)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**ENVIRONMENT, **self.setting.environment},
-                cwd=ROOT,
+    def __init__(self, given: argparse.Namespace, setting: Setting, folder: Path):
+        self.setting = setting
+        self._requests = random_requests(given.seed, given.requests, setting.deterministic)
+        self._verdicts = {name: Verdict() for name in ARMS[1:]}
+        self._seen = {name: set[int]() for name in ARMS[1:]}
+        # Which engine's answers are right, by kind; "law" is judged as a whole. SGLang's default seed makes every
+        # sampled request of a deterministic engine a seeded one.
+        self._reference = {"greedy": PLAIN, "seeded": "sequential"}
+        if setting.deterministic:
+            self._reference["sampled"] = "sequential"
+        keywords = {name: engine_keywords(setting, name, given.device, number_of_gpus(given.device)) for name in ARMS}
+        self.arms = {
+            name: Arm(
+                f"{setting.name} {name}",
+                folder / f"{setting.name}-{name}",
+                Job(
+                    keywords={**keywords[name], **json.loads(given.engine)},
+                    go=str(folder / "go"),
+                    concurrency=given.concurrency or CONCURRENCY[given.device],
+                    reference=tuple(kind for kind, arm in self._reference.items() if arm == name),
+                    traffic=Traffic(given.seed, given.requests, setting.deterministic, aborts=name != PLAIN),
+                ),
+                setting.environment,
             )
+            for name in ARMS
+        }
 
-    def ready(self) -> bool:
-        """Whether the engine is up, or never will be."""
-        self.poll()
-        return os.path.exists(self.job.ready) or self.error is not None
+    def judge(self) -> None:
+        """Compare what both sides have answered and nobody has compared yet; print differences."""
+        for name, verdict in self._verdicts.items():
+            arm = self.arms[name]
+            for number in sorted(arm.answers[""].keys() - self._seen[name]):
+                request = self._requests[number]
+                reference = self._reference.get(request.kind)
+                right = None
+                if reference not in (None, name):
+                    right = self.arms[reference].answers[""].get(number)
+                    if right is None:
+                        continue
+                self._seen[name].add(number)
+                compare(request, arm.answers[""][number], right, self.setting.bound, verdict)
+                for said in verdict.news(self.setting.bound):
+                    print(f"{arm.label}: {said}", flush=True)
 
-    def over(self) -> bool:
-        """Whether nothing more will come."""
-        self.poll()
-        return bool(self.figures) or self.error is not None
+    def law(self) -> dict[str, Any]:
+        """The law tests of both PSD engines against the plain one."""
+        texts: dict[str, dict[str, list[list[int]]]] = {}
+        for name, arm in self.arms.items():
+            groups: dict[str, list[list[int]]] = {}
+            for number, answers in arm.answers[""].items():
+                kind = self._requests[number].kind
+                if kind.startswith("law") and "ids" in answers[0]:
+                    groups.setdefault(kind, []).append(answers[0]["ids"])
+            texts[name] = groups
+        return {name: same_law(texts[name], texts[PLAIN]) for name in self._verdicts}
 
-    def poll(self) -> None:
-        """Read what has been answered since."""
-        ended = self.process is not None and self.process.poll() is not None
-        if os.path.exists(self.job.answers):
-            with open(self.job.answers) as file:
-                file.seek(self._read)
-                while (line := file.readline()).endswith("\n"):
-                    self._read = file.tell()
-                    self._take(json.loads(line))
-        if ended and not self.figures and self.error is None:
-            self.error = "ended early: " + (self.folder / "log").read_text(errors="replace")[-3000:]
-
-    def _take(self, entry: dict[str, Any]) -> None:
-        if "number" in entry:
-            self.answers[entry["number"]] = entry["answers"]
-        elif "done" in entry:
-            self.figures = entry["done"]
-        else:
-            log = (self.folder / "log").read_text(errors="replace")[-3000:]
-            self.error = entry["failed"] + "\n" + log
-
-    def summary(self) -> dict[str, Any]:
-        """For JSON."""
-        path = Path(self.job.ready)
-        answered = [one for answers in self.answers.values() for one in answers if "ids" in one]
-        rounds = sum(one["rounds"] or 0 for one in answered)
+    def result(self) -> dict[str, Any]:
+        """For JSON; ``failures`` counts everything that is wrong."""
+        law = self.law()
+        failures = sum(arm.error is not None for arm in self.arms.values())
+        failures += sum(len(v.failures) + len(v.wide) for v in self._verdicts.values())
+        failures += sum(one["p_value"] is not None and one["p_value"] < SMALLEST_P for one in law.values())
         return {
-            "engine": {name: value for name, value in self.job.keywords.items() if not str(value).startswith("/")},
-            "start_s": float(path.read_text() or 0) if path.exists() else None,
-            "answered": len(self.answers),
-            "tokens": sum(len(one["ids"]) for one in answered),
-            "accept_length": round(sum(len(one["ids"]) for one in answered if one["rounds"]) / rounds, 3)
-            if rounds
-            else None,
-            **self.figures,
-            **({"error": self.error} if self.error else {}),
+            "failures": failures,
+            "bound": self.setting.bound,
+            "environment": self.setting.environment,
+            "compared": {name: verdict.figures() for name, verdict in self._verdicts.items()},
+            "law": law,
+            "engines": {name: arm.summary() for name, arm in self.arms.items()},
         }
 
 
-def make_arms(given: argparse.Namespace, setting: Setting, folder: Path, num_gpus: int) -> list[Arm]:
-    """The three engines of a setting."""
-    arms = []
-    for name in ARMS:
-        place = folder / f"{setting.name}-{name}"
-        place.mkdir(parents=True)
-        job = Job(
-            keywords={**engine_keywords(setting, name, given.device, num_gpus), **json.loads(given.engine)},
-            answers=str(place / "answers.jsonl"),
-            ready=str(place / "ready"),
-            go=str(folder / "go"),
-            seed=given.seed,
-            count=given.requests,
-            deterministic=setting.deterministic,
-            concurrency=given.concurrency or (192 if given.device == "cuda" else 24),
-            deadline=0.0,
-            aborts=name != PLAIN,
-            reference=tuple(kind for kind, arm in REFERENCE.items() if arm == name)
-            + (("sampled",) if setting.deterministic and name == "sequential" else ()),
-        )
-        arms.append(Arm(setting, name, place, job))
-    return arms
-
-
-def judge(arms: list[Arm], requests: list[Request], seen: dict[str, set[int]], verdicts: dict[str, Verdict]) -> None:
-    """Compare what both sides have answered and nobody has compared yet; print differences."""
-    by_name = {arm.name: arm for arm in arms}
-    setting = arms[0].setting
-    for arm in arms[1:]:
-        verdict, done = verdicts[arm.name], seen[arm.name]
-        for number in sorted(arm.answers.keys() - done):
-            request = requests[number]
-            reference = REFERENCE.get(request.kind)
-            if setting.deterministic and request.kind == "sampled":
-                reference = "sequential"  # the default seed makes it a seeded one
-            if reference == arm.name:
-                reference = None
-            right = None if reference is None else by_name[reference].answers.get(number)
-            if reference is not None and right is None:
-                continue
-            done.add(number)
-            known = len(verdict.differences), len(verdict.failures)
-            compare(request, arm.answers[number], right, setting.bound, verdict)
-            for found in verdict.differences[known[0] :]:
-                more = "" if found.listed else " or more"
-                wide = "" if found.gap <= setting.bound else f"  ABOVE {setting.bound}: {request}"
-                print(
-                    f"{arm.label}: request {number} ({found.kind}) differs at token {found.position}: {found.ours}, "
-                    f"not {found.right}; gap {found.gap:.6f}{more}{wide}",
-                    flush=True,
-                )
-            for said in verdict.failures[known[1] :]:
-                print(f"{arm.label}: FAILURE {said[:3000]}", flush=True)
-
-
-def law_of(arms: list[Arm], requests: list[Request]) -> dict[str, Any]:
-    """The law tests of both PSD engines against the plain one."""
-    texts: list[dict[str, list[list[int]]]] = []
-    for arm in arms:
-        groups: dict[str, list[list[int]]] = {}
-        for number, answers in arm.answers.items():
-            kind = requests[number].kind
-            if kind.startswith("law") and "ids" in answers[0]:
-                groups.setdefault(kind, []).append(answers[0]["ids"])
-        texts.append(groups)
-    return {arm.name: same_law(found, texts[0]) for arm, found in zip(arms[1:], texts[1:])}
-
-
 class Run:
-    """All engines of all settings; ``result`` is what is written."""
+    """All engines of all settings."""
 
     def __init__(self, given: argparse.Namespace, folder: Path):
-        import torch
+        self._given, self._begin, self._folder = given, time.time(), folder
+        known = SETTINGS[given.device]
+        self._groups = [Group(given, known[name], folder) for name in given.settings.split(",") if name in known]
 
-        self._given = given
-        self._begin = time.time()
-        num_gpus = torch.cuda.device_count() if given.device == "cuda" else 0
-        names = given.settings.split(",")
-        self._groups = [
-            make_arms(given, SETTINGS[given.device][name], folder, num_gpus)
-            for name in names
-            if name in SETTINGS[given.device]
-        ]
-        self._go = folder / "go"
-        self._requests = [random_requests(given.seed, given.requests, g[0].setting.deterministic) for g in self._groups]
-        self._seen = [{name: set[int]() for name in ARMS} for _ in self._groups]
-        self._verdicts = [{name: Verdict() for name in ARMS[1:]} for _ in self._groups]
-
-    def __call__(self) -> dict[str, Any]:
-        """Start, wait, compare; returns the result."""
-        arms = [arm for group in self._groups for arm in group]
-        # Memory of a machine without GPUs is short: one engine after the other.
-        turns = [arms] if self._given.device == "cuda" else [[arm] for arm in arms]
-        for i, turn in enumerate(turns):
-            self._go.unlink(missing_ok=True)
-            until = self._begin + self._given.time_budget * (i + 1) / len(turns)
-            self._run_together(turn, until)
-        self._judge()
-        return self.result()
-
-    def _run_together(self, arms: list[Arm], until: float) -> None:
+    def __call__(self) -> None:
+        """Start, wait, compare."""
+        arms = [arm for group in self._groups for arm in group.arms.values()]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines end, too
         try:
-            for arm in arms:
-                arm.start(until - FINISH_S / 3)
-            self._wait(arms, lambda arm: arm.ready(), time.time() + START_TIMEOUT_S, "engines are up")
-            self._go.touch()
-            self._wait(arms, lambda arm: arm.over(), max(until, time.time()) + FINISH_S, "engines are done")
+            if self._given.device == "cuda":
+                self._run_together(arms, self._begin + self._given.time_budget)
+            else:
+                for arm in arms:  # memory is short there
+                    self._run_together([arm], None)
         finally:
             for arm in arms:
-                if arm.process is not None and not arm.over():
-                    arm.process.terminate()
-                    arm.error = "did not end in time"
+                arm.stop()
+        self.seen()
 
-    def _wait(self, arms: list[Arm], reached: Any, until: float, what: str) -> None:
-        printed = 0.0
-        while (left := [arm for arm in arms if not reached(arm)]) and time.time() < until:
-            time.sleep(0.2)
-            if time.time() - printed > PRINT_EVERY_S:
-                printed = time.time()
-                self._judge()
-                done = ", ".join(f"{arm.label} {len(arm.answers)}" for arm in arms)
-                print(
-                    f"{printed - self._begin:6.0f} s: {len(arms) - len(left)} of {len(arms)} {what}; {done}", flush=True
-                )
-                self.write()
+    def _run_together(self, arms: list[Arm], until: float | None) -> None:
+        (self._folder / "go").unlink(missing_ok=True)
+        for arm in arms:
+            arm.start()
+        wait_for_arms(arms, Arm.ready, time.time() + START_TIMEOUT_S, "engines are up", self.seen)
+        if until is None:
+            until = time.time() + self._given.time_budget / len(ARMS)
+        say_go(self._folder / "go", until - FINISH_S / 3)
+        wait_for_arms(arms, Arm.over, max(until, time.time()) + FINISH_S, "engines are done", self.seen)
 
-    def _judge(self) -> None:
-        for group, requests, seen, verdicts in zip(self._groups, self._requests, self._seen, self._verdicts):
-            judge(group, requests, seen, verdicts)
-
-    def write(self) -> None:
-        """Save the result so far."""
+    def seen(self) -> None:
+        """Judge and save what there is."""
+        for group in self._groups:
+            group.judge()
         if self._given.out is not None:
             self._given.out.write_text(json.dumps(self.result(), indent=1) + "\n")
 
     def result(self) -> dict[str, Any]:
-        """For JSON; ``failures`` counts everything that is wrong."""
+        """For JSON."""
         import torch
 
-        settings, failures = {}, 0
-        for group, requests, verdicts in zip(self._groups, self._requests, self._verdicts):
-            law = law_of(group, requests)
-            failures += sum(arm.error is not None for arm in group)
-            failures += sum(len(v.failures) + len(v.wide) for v in verdicts.values())
-            failures += sum(one["p_value"] is not None and one["p_value"] < SMALLEST_P for one in law.values())
-            settings[group[0].setting.name] = {
-                "bound": group[0].setting.bound,
-                "environment": group[0].setting.environment,
-                "engines": {arm.name: arm.summary() for arm in group},
-                "compared": {name: verdict.figures() for name, verdict in verdicts.items()},
-                "law": law,
-            }
+        settings = {group.setting.name: group.result() for group in self._groups}
         return {
             "command": shlex.join(["python", *sys.argv]),
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "machine": machine(),
             "torch": torch.__version__,
             "seconds": round(time.time() - self._begin, 1),
-            "failures": failures,
+            "failures": sum(setting["failures"] for setting in settings.values()),
             "settings": settings,
         }
 
@@ -312,10 +204,14 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="psd-exactness-")) if given.logs is None else given.logs.resolve()
     run = Run(given, folder)
     run()
-    run.write()
     result = run.result()
     for name, setting in result["settings"].items():
-        print(name, json.dumps({k: setting[k] for k in ("compared", "law")}, indent=1)[:6000])
+        for arm, found in setting["compared"].items():
+            said = {key: value for key, value in found.items() if not key.startswith(("first_", "gaps_"))}
+            print(f"{name} {arm}: {json.dumps(said)}; law: {json.dumps(setting['law'][arm])}")
+        for arm, engine in setting["engines"].items():
+            said = {key: engine.get(key) for key in ("start_s", "seconds", "answered", "tokens", "accept_length")}
+            print(f"{name} {arm}: {json.dumps(said)} {engine.get('error', '')[-1500:]}")
     print(f"{result['failures']} failures in {result['seconds']} s; logs and answers: {folder}")
     return 1 if result["failures"] else 0
 

@@ -49,7 +49,7 @@ class Difference:
 
 @dataclass
 class Verdict:
-    """What was seen of one engine."""
+    """What was seen of one engine; ``wide`` are differences above the bound, ``requests`` theirs."""
 
     compared: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
@@ -57,8 +57,24 @@ class Verdict:
     aborted: int = 0
     differences: list[Difference] = field(default_factory=list)
     wide: list[Difference] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     largest_value_difference: float = 0.0
+    _told: tuple[int, int] = (0, 0)
+
+    def news(self, bound: float) -> list[str]:
+        """What has come since the last call, in words."""
+        said = []
+        for found in self.differences[self._told[0] :]:
+            more = "" if found.listed else " or more"
+            above = "" if found.gap <= bound else f", ABOVE {bound}"
+            said.append(
+                f"request {found.number} ({found.kind}) differs at token {found.position}: {found.ours}, not "
+                f"{found.right}; gap {found.gap:.6f}{more}{above}"
+            )
+        said += [f"FAILURE {failure[:3000]}" for failure in self.failures[self._told[1] :]]
+        self._told = len(self.differences), len(self.failures)
+        return said
 
     def figures(self, first: int = 50) -> dict[str, Any]:
         """For JSON."""
@@ -71,7 +87,9 @@ class Verdict:
             "aborted": self.aborted,
             "first_differences": len(self.differences),
             "largest_gaps": [round(gap, 6) for gap in gaps[:10]],
-            "gaps_above_bound": [vars(d) for d in self.wide[:first]],
+            "gaps_above_bound": len(self.wide),
+            "first_gaps_above_bound": [vars(d) for d in self.wide[:first]],
+            "first_gaps_requests": self.requests[:first],
             "failures": len(self.failures),
             "first_failures": self.failures[:first],
             "largest_logprob_difference": round(self.largest_value_difference, 6),
@@ -130,6 +148,8 @@ def form_of(request: Request, one: Answer) -> str | None:
     """What is wrong with an answer whatever the right text is; None: nothing."""
     if "error" in one:
         return f"failed with {one['error']}"
+    if one.get("broken_stream"):
+        return "was streamed in parts that do not add up"
     if one["finish"] is None:
         return "has no finish reason"
     if one["finish"]["type"] == "abort":
@@ -163,6 +183,7 @@ def _same(request: Request, one: Answer, other: Answer, bound: float, verdict: V
         verdict.differences.append(found)
         if not gap <= bound:
             verdict.wide.append(found)
+            verdict.requests.append(f"{request} {one}")
     _compare_values(request, one, other, position, bound, verdict)
     if position is not None:
         return False

@@ -59,6 +59,15 @@ CPU = Setting("float32", {"dtype": "float32"}, bound=1e-4)
 SETTINGS = {"cuda": {"float32": FLOAT32, "bfloat16": BFLOAT16}, "cpu": {"float32": CPU}}
 
 
+def number_of_gpus(device: str) -> int:
+    """How many GPUs the engines share."""
+    if device == "cpu":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def engine_keywords(setting: Setting, arm: str, device: str, num_gpus: int) -> dict[str, Any]:
     """Keywords of one engine.
 
