@@ -75,7 +75,7 @@ class Group:
                     go=str(folder / "go"),
                     concurrency=given.concurrency or CONCURRENCY[given.device],
                     reference=tuple(kind for kind, arm in self._reference.items() if arm == name),
-                    traffic=Traffic(given.seed, given.requests, setting.deterministic, aborts=name != PLAIN),
+                    traffic=Traffic(given.seed, given.requests, setting.deterministic, plain=name == PLAIN),
                 ),
                 setting.environment,
             )

@@ -28,12 +28,15 @@ ALTERNATIVES = 8
 
 @dataclass(frozen=True)
 class Traffic:
-    """Random requests, as ``random_requests`` takes it; ``aborts``: abort what is to be aborted."""
+    """Random requests, as ``random_requests`` takes it.
+
+    ``plain``: for the engine without PSD, which aborts nothing and answers only what others are compared with.
+    """
 
     seed: int
     count: int
     deterministic: bool
-    aborts: bool
+    plain: bool
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ class Answerer:
                 if request.kind in self.job.reference:
                     wider = {"return_logprob": True, "top_logprobs_num": ALTERNATIVES}
                     asked = replace(request, fields={**request.fields, **wider})
-                aborts = self.job.traffic is not None and self.job.traffic.aborts
+                aborts = self.job.traffic is not None and not self.job.traffic.plain
                 answers = await ask(self.engine, asked, aborts)
                 self.write(number=request.number, answers=answers, **more)
 
@@ -167,7 +170,10 @@ async def serve(answerer: Answerer) -> None:
     job = answerer.job
     if job.traffic is not None:
         traffic = job.traffic
-        await answerer.answer(random_requests(traffic.seed, traffic.count, traffic.deterministic))
+        requests = random_requests(traffic.seed, traffic.count, traffic.deterministic)
+        if traffic.plain:
+            requests = [one for one in requests if one.kind in job.reference or one.kind.startswith("law")]
+        await answerer.answer(requests)
     if job.cases is not None:
         from scripts.exactness.case_runner import run_cases
 
