@@ -96,7 +96,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
         )
 
     def _psd_launch_drafter(self) -> DrafterProcess:
-        return launch_drafter(self.server_args, self.psd, self.psd_device)
+        return launch_drafter(self._psd_draft_args or self.server_args, self.psd, self.psd_device)
 
     def _psd_spawn_drafter(self) -> DrafterProcess:
         self.psd_device = visible_drafter_device(self.server_args, self.psd, self.ps.gpu_id)
@@ -160,6 +160,8 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
             Slot(index, ScheduleBatch(reqs=[], batch_is_full=False)) for index in range(self.psd.num_slots)
         ]
         self.running_batch, self.last_batch = self.psd_slots[0].running, None
+        if self.ps.tp_rank == 0:
+            self.draft_worker.update_draft = self._psd_update_draft
 
     def psd_turn_of(self, slot: Slot) -> None:
         """One turn: plan, launch, finish the others."""

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Where ``manifest`` of ``update_weights_from_disk`` names a checkpoint for the draft model.
+DRAFT_PATH = "draft_model_path"
+BOTH_UPDATED = "Succeeded to update model weights of the target and of the draft model."
 TARGET_UPDATED = (
     "Succeeded to update model weights of the target; the draft model keeps its own, which changes how many drafts are "
     "accepted and nothing else."
@@ -65,6 +68,8 @@ class PSDWorker(BaseSpecWorker):
         self._fetch: Callable[[], Sequence[DraftRow | None]] | None = None
         self._head = head_of(server_args)
         self._features: TargetFeatures | None = None
+        # Set by the scheduler: takes a path, returns why the draft model keeps its weights.
+        self.update_draft: Callable[[str], str | None] = lambda path: None
         if self._head is not None:
             capture_layers(self.model_runner.model, self._head)
 
@@ -81,8 +86,14 @@ class PSDWorker(BaseSpecWorker):
         return success, TARGET_UPDATED if success else message
 
     def update_weights_from_disk(self, recv_req):
-        """Nothing to load here; the scheduler updates the target itself."""
-        return True, TARGET_UPDATED
+        """The scheduler has updated the target; the draft model follows where the request names a checkpoint for it."""
+        path = (recv_req.manifest or {}).get(DRAFT_PATH)
+        if path is None:
+            return True, TARGET_UPDATED
+        problem = self.update_draft(str(path))
+        if problem is None:
+            return True, BOTH_UPDATED
+        return False, f"The target has its new weights, the draft model keeps its own: {problem}"
 
     def update_weights_from_ipc(self, recv_req):
         """Nothing to load here; the scheduler updates the target itself."""
