@@ -147,7 +147,7 @@ def end_with_error(req: Req, message: str) -> None:
 
 
 def process_chunk(
-    reqs: Sequence[Req], info: SamplingBatchInfo, logits: torch.Tensor, drafts: Sequence[Sequence[int]]
+    reqs: Sequence[Req], info: SamplingBatchInfo, logits: torch.Tensor, drafts: Sequence[Any]
 ) -> ChunkCalls:
     """Call every request's processor at every position, in place.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ class StagedDrafts:
     verified: torch.Tensor
     count: torch.Tensor
     chain: torch.Tensor
-    on_host: Sequence[Sequence[int]]
+    on_host: Sequence[Any]
     law_ids: torch.Tensor | None
     law_probs: torch.Tensor | None
 
