@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from scripts.exactness.worker import Answerer, Cases
 
 
+IDLE_S = 20.0
+
+
 async def run_cases(answerer: Answerer, cases: Cases) -> None:
     """Answer the cases in order; a case that fails as a whole says so and leaves the others alone."""
     probe = await _probe(answerer, cases)
@@ -61,6 +64,8 @@ async def _prepare(engine: Any, case: Case, cases: Cases) -> str:
 
     manager = engine.tokenizer_manager
     weights = case.weights
+    if case.release or weights is not None:
+        await manager.flush_cache(timeout_s=IDLE_S)  # SGLang asserts an idle server in what follows
     if case.release and not cases.plain:
         await manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=None), None)
         await manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=None), None)
