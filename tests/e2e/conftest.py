@@ -57,12 +57,18 @@ def run_script(name: str, *arguments: str, timeout_s: float = START_TIMEOUT_S) -
 
 
 @pytest.fixture(scope="session")
-def oracle(served, launched) -> dict:
-    """Greedy answers of the same target without speculation: ``texts`` and ``ids`` per prompt; ``parity`` by prompt.
+def plain() -> dict:
+    """What the same target says without speculation: ``answers`` to the prompts, and ``parity`` by text."""
+    return run_script("engine_plain.py", json.dumps(PARITY_PROMPTS))
+
+
+@pytest.fixture(scope="session")
+def oracle(served, launched, plain) -> dict:
+    """Greedy answers of the same target without speculation: ``texts`` and ``ids`` per prompt.
 
     Depends on the servers only so that all three processes load side by side.
     """
-    return run_script("engine_plain.py", json.dumps(PARITY_PROMPTS))
+    return plain
 
 
 @pytest.fixture(scope="session")

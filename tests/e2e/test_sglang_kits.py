@@ -140,19 +140,19 @@ CHOSEN = [f"{kit}.{name}" for kit, names in RUN.items() for name in names]
 
 @pytest.fixture(scope="module")
 def server(logs: Path) -> Iterator[ServerProcess]:
-    """A server with what the kits ask for."""
+    """A server with what the kits ask for; ready when first used."""
     flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, "--enable-return-hidden-states"]
     flags += ["--enable-streaming-session", *([] if PLAIN else PSD_FLAGS)]
     with ServerProcess(flags, logs / "kits.log", environment=ENVIRONMENT) as started:
-        started.wait_ready(START_TIMEOUT_S)
         yield started
 
 
 @pytest.fixture(scope="module")
-def outcomes(server: ServerProcess, oracle: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def outcomes(server: ServerProcess, plain: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Outcome by kit and test: ``passed``, ``not run``, or what went wrong."""
+    server.wait_ready(START_TIMEOUT_S)  # it has been loading while the plain engine answered
     texts = tmp_path_factory.mktemp("kits") / "texts.json"
-    texts.write_text(json.dumps(oracle["parity"]))
+    texts.write_text(json.dumps(plain["parity"]))
     names = [] if PLAIN else CHOSEN
     return run_script("kits_run.py", server.url, str(TINY_TARGET), str(server.pid), str(texts), *names)
 
