@@ -32,7 +32,9 @@ from scripts.exactness.worker import Cases, Job
 from scripts.record_result import machine
 
 START_TIMEOUT_S = 400.0
-FINISH_S = 60.0
+# Share of the time budget after which engines that are not up are not waited for.
+START_SHARE = 0.6
+FINISH_S = 30.0
 CONCURRENCY = 64
 SMALL_POOL = ("max_total_tokens", "chunked_prefill_size", "schedule_conservativeness", "page_size")
 
@@ -162,9 +164,10 @@ def run(given: argparse.Namespace, folder: Path, begin: float) -> dict[str, Arm]
             (folder / "go").unlink(missing_ok=True)
             for arm in turn:
                 arm.start()
-            wait_for_arms(turn, Arm.ready, time.time() + START_TIMEOUT_S, "engines are up", lambda: None)
+            start_s = START_SHARE * given.time_budget if given.device == "cuda" else START_TIMEOUT_S
+            wait_for_arms(turn, Arm.ready, time.time() + start_s, "engines are up", lambda: None)
             end = until if given.device == "cuda" else time.time() + given.time_budget
-            say_go(folder / "go", end - FINISH_S / 3)
+            say_go(folder / "go", end - FINISH_S)
             wait_for_arms(turn, Arm.over, max(end, time.time()) + FINISH_S, "engines are done", lambda: None)
     finally:
         for arm in arms.values():

@@ -38,7 +38,9 @@ from scripts.exactness.worker import Job, Traffic
 from scripts.record_result import machine
 
 START_TIMEOUT_S = 400.0
-FINISH_S = 60.0  # for the requests that are under way at the deadline
+# Share of the time budget after which engines that are not up are not waited for.
+START_SHARE = 0.6
+FINISH_S = 30.0  # for the requests that are under way at the deadline
 SMALLEST_P = 1e-4
 CONCURRENCY = {"cuda": 192, "cpu": 24}
 
@@ -154,10 +156,11 @@ class Run:
         (self._folder / "go").unlink(missing_ok=True)
         for arm in arms:
             arm.start()
-        wait_for_arms(arms, Arm.ready, time.time() + START_TIMEOUT_S, "engines are up", self.seen)
+        start_s = START_TIMEOUT_S if until is None else START_SHARE * self._given.time_budget
+        wait_for_arms(arms, Arm.ready, time.time() + start_s, "engines are up", self.seen)
         if until is None:
             until = time.time() + self._given.time_budget / len(ARMS)
-        say_go(self._folder / "go", until - FINISH_S / 3)
+        say_go(self._folder / "go", until - FINISH_S)
         wait_for_arms(arms, Arm.over, max(until, time.time()) + FINISH_S, "engines are done", self.seen)
 
     def seen(self) -> None:
