@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_psd.compat import check_draft_model
+from sglang_psd.draft_method import read_config
 from sglang_psd.errors import PSDConfigError, UnsupportedFeatureError
 from sglang_psd.scheduler.devices import choose_device
 
@@ -63,6 +64,7 @@ def validate_server_args(args: PSDServerArgs) -> None:
         )
     _refuse_unsupported(args)
     _refuse_ignored(args)
+    _refuse_multimodal(args)
     _complete_chain_shape(args)
     if args.max_running_requests is None:
         args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
@@ -123,13 +125,26 @@ def _refuse_ignored(args: PSDServerArgs) -> None:
             raise UnsupportedFeatureError(f"{flag} has no effect on PSD; {remedy}.")
 
 
+def _refuse_multimodal(args: Any) -> None:
+    """Positions of images and their embeddings are more than a chain of drafts carries."""
+    from sglang.srt.configs.model_config import is_multimodal_model
+
+    architectures = read_config(str(args.model_path), args.trust_remote_code, args.revision)["architectures"]
+    if is_multimodal_model(architectures):
+        raise UnsupportedFeatureError(
+            f"PSD does not work with multimodal targets yet, and --model-path names a {architectures[0]}; serve it "
+            "without drafts by --psd-mode off."
+        )
+
+
 def _check_drafter_flags(args: Any) -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     backend = args.psd_drafter_attention_backend
     if args.device == "cpu" and backend not in (None, *CPU_ATTENTION_BACKENDS):
         raise PSDConfigError(
-            f"--psd-drafter-attention-backend {backend} needs a GPU, and the server runs on the CPU; leave the flag out."
+            f"--psd-drafter-attention-backend {backend} needs a GPU, and the server runs on the CPU; leave the flag "
+            "out."
         )
     if backend is not None and backend not in ATTENTION_BACKENDS:
         raise PSDConfigError(

@@ -17,7 +17,7 @@ from sglang_psd.channel.arrays import PROB, TOKEN, Count
 from sglang_psd.channel.checks import check_open, check_proposals
 from sglang_psd.errors import ProtocolError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -152,6 +152,18 @@ class Reset(msgspec.Struct, frozen=True, tag="reset"):
     """Forget every request: the two sides disagree on what is open."""
 
 
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Take new weights from a checkpoint of the same shape, and forget every request."""
+
+    path: str
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """Answer to ``Load``: ``error`` says why the weights are still the old ones, if they are."""
+
+    error: str | None = None
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First message of the drafter: it is ready, and this is what it holds."""
 
@@ -197,7 +209,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave."""
 
 
-Message = Open | Round | Features | Credit | Proposals | Close | Reset | Hello | Ping | Stats | Failure | Shutdown
+_Calls = Open | Round | Features | Close | Reset | Load | Ping | Shutdown
+Message = _Calls | Credit | Proposals | Loaded | Hello | Stats | Failure
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)

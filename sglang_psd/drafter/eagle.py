@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from sglang_psd.channel.mailbox import Mailbox
-from sglang_psd.channel.messages import Close, Credit, Features, Hello, Open, Stats
+from sglang_psd.channel.messages import Close, Credit, Features, Hello, Load, Loaded, Open, Stats
 from sglang_psd.drafter.engine import PREFILL_CHUNK, DraftEngine
 from sglang_psd.drafter.head_cache import EndedRequests
 from sglang_psd.drafter.head_model import HeadModel
@@ -55,6 +55,10 @@ class EagleEngine(DraftEngine):
         """Forget every request, what is kept of ended ones included."""
         super().reset()
         self._ended.clear()
+
+    def load(self, message: Load) -> Loaded:
+        """A head's matrices are in part the target's: it is replaced by starting the server with another one."""
+        return Loaded("an EAGLE head takes its weights at the server's start only.")
 
     @torch.inference_mode()
     def take_features(self, message: Features) -> Credit:

@@ -13,7 +13,19 @@ import msgspec
 import numpy as np
 import torch
 
-from sglang_psd.channel.messages import PROB, SCHEMA_VERSION, TOKEN, Close, Hello, Open, Proposals, RoundRow, Stats
+from sglang_psd.channel.messages import (
+    PROB,
+    SCHEMA_VERSION,
+    TOKEN,
+    Close,
+    Hello,
+    Load,
+    Loaded,
+    Open,
+    Proposals,
+    RoundRow,
+    Stats,
+)
 from sglang_psd.drafter.chain import CATCH_UP, HostChain
 from sglang_psd.drafter.columns import SAMPLED, kind_of
 from sglang_psd.drafter.model import DraftModel
@@ -77,6 +89,11 @@ class DraftEngine:
     def reset(self) -> None:
         """Forget every request."""
         self.close(Close(list(self._states)))
+
+    def load(self, message: Load) -> Loaded:
+        """Take new weights; KV of the old ones is worthless."""
+        self.reset()
+        return Loaded(self._model.load_weights(message.path))
 
     def commit(self, row: RoundRow) -> DraftState | None:
         """Take over a row's new tokens; a request that is out of step is forgotten. None: unknown from now on."""

@@ -72,6 +72,13 @@ class DraftModel:
         """KV slots that no request holds."""
         return int(self._allocator.available_size())
 
+    def load_weights(self, path: str) -> str | None:
+        """Take the weights of another checkpoint of this shape, in place; says why not, if not."""
+        # What SGLang's loader resolves to "auto" at start it does not resolve here.
+        load_format = self._spec.load_format or "auto"
+        success, message = self._runner.weight_updater.update_weights_from_disk(path, load_format)
+        return None if success else message
+
     # --- KV -------------------------------------------------------------------------------------
 
     def reserve(self, state: Pooled, length: int) -> bool:

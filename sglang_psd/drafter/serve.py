@@ -19,6 +19,7 @@ from sglang_psd.channel.messages import (
     Close,
     Failure,
     Features,
+    Load,
     Message,
     Open,
     Ping,
@@ -111,6 +112,8 @@ class DrafterLoop:
             self._draft(message, received_s)
         elif isinstance(message, Reset):
             self._engine.reset()
+        elif isinstance(message, Load):
+            self._send(self._engine.load(message))
         elif isinstance(message, Ping):
             self._send(self._engine.stats(message.ping_id))
 

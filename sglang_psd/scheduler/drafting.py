@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.utils import broadcast_pyobj
@@ -86,11 +86,13 @@ class DraftingMixin(_Base):
         """Fill ``flight.tokens``; cut accepted runs where the plain server would have stopped."""
         flight.tokens = self._psd_new_tokens(flight)
         if flight.taken is None:
+            self._psd_settle_calls(flight)
             return
         # A view: SGLang reads the same memory.
         reqs, lengths = flight.batch.reqs, flight.result.accept_lens.numpy()
         for i, (req, tokens) in enumerate(zip(reqs, flight.tokens)):
             lengths[i] = settled_len(req, tokens)
+        self._psd_settle_calls(flight, lengths)
         # Grammars move on now, over what is left; SGLang's book-keeping finds that done.
         self.batch_result_processor.advance_grammar_fsm(flight.result, flight.batch)
         retained = flight.result.grammar_retained_tokens
@@ -103,6 +105,17 @@ class DraftingMixin(_Base):
             del tokens[length:]
             if legal is not None:
                 del legal[length:]
+
+    @staticmethod
+    def _psd_settle_calls(flight: InFlight, lengths: Any = None) -> None:
+        """Forget what custom logit processors did for drafts that do not count; end requests whose processor failed."""
+        if flight.calls is None:
+            return
+        for i, req in enumerate(flight.batch.reqs):
+            if req.custom_logit_processor:
+                length = flight.calls.settle(i, req, 1 if lengths is None else int(lengths[i]))
+                if lengths is not None:
+                    lengths[i] = length
 
     def _psd_hand_over(self, flight: InFlight) -> None:
         """Give the drafter the hidden states of the tokens that a forward has read and that stay."""

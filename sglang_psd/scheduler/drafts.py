@@ -20,6 +20,8 @@ from sglang_psd.channel.messages import (
     DraftRow,
     Failure,
     Features,
+    Load,
+    Loaded,
     Message,
     Open,
     Ping,
@@ -78,6 +80,7 @@ class DraftClient:
         self._sent_s: dict[int, float] = {}
         self._next_round = 0
         self.stats: Stats | None = None
+        self._loaded: Loaded | None = None  # answer to the last ``Load``
         self._audit: tuple[int, int] | None = None  # number of the open ping, requests open when it was sent
         self.resyncs = 0
         self.reopened = 0
@@ -162,6 +165,22 @@ class DraftClient:
         """Start over: every request is opened again, with all its tokens, when it comes by."""
         self._clear()
         self._send(Reset())
+
+    def load(self, path: str, patience_s: float) -> str | None:
+        """Let the drafter take new weights, and wait for it; requests are opened again when they come by.
+
+        Returns why it drafts with the old ones, if it does.
+        """
+        self._clear()
+        self._loaded = None
+        deadline = time.monotonic() + patience_s
+        self._send(Load(path))
+        while self.usable and self._loaded is None:
+            if time.monotonic() > deadline:
+                self._fail(f"it did not take new weights within {patience_s:.0f} s")
+            elif not self._receive_one(ALIVE_SLICE_S) and not self._link.alive():
+                self._fail("its process has ended")
+        return self._loaded.error if self._loaded is not None else "the drafter was lost meanwhile."
 
     def take(self, wanted: Sequence[tuple[str, int, int] | None], watch: Callable[[], bool] | None = None) -> Taken:
         """Collect drafts for one verify, waiting for those that are on their way.
@@ -260,6 +279,8 @@ class DraftClient:
             self._accept(message)
         elif isinstance(message, Credit):
             self.on_credit(message.end)
+        elif isinstance(message, Loaded):
+            self._loaded = message
         elif isinstance(message, Stats):
             self._compare(message)
         elif isinstance(message, Failure):

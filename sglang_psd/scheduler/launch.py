@@ -140,8 +140,15 @@ class DrafterLauncher:
     def __init__(self, args: PSDServerArgs, config: PSDConfig, device: DrafterDevice):
         from sglang_psd.compat import vocab_limit
 
-        self.spec = drafter_spec(args, config, device, vocab_limit(args))
+        self._config = config
+        self._device = device
+        self._vocab_limit = vocab_limit(args)
+        self.draft_with(args)
         self.environment = drafter_environment(device, os.environ)
+
+    def draft_with(self, args: PSDServerArgs) -> None:
+        """Start drafters with the draft model that ``args`` name, from now on."""
+        self.spec = drafter_spec(args, self._config, self._device, self._vocab_limit)
 
     def launch(self, standby: StandbyProcess | None = None) -> DrafterProcess:
         """Start a drafter, or let ``standby`` become one; returns at once, ``join`` waits for it."""

@@ -158,6 +158,8 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
             Slot(index, ScheduleBatch(reqs=[], batch_is_full=False)) for index in range(self.psd.num_slots)
         ]
         self.running_batch, self.last_batch = self.psd_slots[0].running, None
+        if self.ps.tp_rank == 0:
+            self.draft_worker.update_draft = self._psd_update_draft
 
     def psd_turn_of(self, slot: Slot) -> None:
         """One turn: plan, launch, finish the others."""
@@ -212,6 +214,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
         self.psd_timer.stop(flight.timer)
         flight.batch = batch.copy()
         flight.features = self.draft_worker.take_features()
+        flight.calls = self.draft_worker.take_calls()
         slot.in_flight = flight
         slot.last = batch
         for other in self.psd_slots:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import TYPE_CHECKING
 
+from sglang_psd.compat import check_draft_model
 from sglang_psd.scheduler.acceptance_watch import AcceptanceWatch, Verdict
 from sglang_psd.scheduler.standby import StandbyKeeper
 from sglang_psd.scheduler.supervisor import DrafterSupervisor
@@ -46,6 +48,23 @@ class RecoveryMixin(_Base):
         self.psd_watch = AcceptanceWatch(config.acceptance_floor)
         if self.server_args.enable_metrics:
             self.psd_metrics = DrafterMetrics(self.server_args.served_model_name)
+
+    def _psd_update_draft(self, path: str) -> str | None:
+        """New weights for the draft model, also for drafters that are started later; says why not, if not."""
+        if self.psd_client is None or not self.psd_client.usable:
+            return "there is no drafter at the moment."
+        args = copy.copy(self.server_args)
+        object.__setattr__(args, "speculative_draft_model_path", path)
+        try:
+            check_draft_model(args)
+        except Exception as error:
+            return str(error)
+        problem = self.psd_client.load(path, self.psd.start_timeout_s)
+        if problem is None:
+            self.psd_launcher.draft_with(args)
+            if self.psd_watch is not None:
+                self.psd_watch = AcceptanceWatch(self.psd.acceptance_floor)
+        return problem
 
     def _psd_supervise(self) -> None:
         """Notice a lost drafter, and take on its successor; requests are opened there as they come by."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from sglang_psd.scheduler.answers import Taken
     from sglang_psd.target.hidden_states import TargetFeatures
+    from sglang_psd.target.processors import ChunkCalls
 
 
 @dataclass
@@ -43,6 +44,8 @@ class InFlight:
         Requests whose new tokens have been sent to the drafter.
     features : TargetFeatures or None
         Hidden states for an EAGLE head, until they have been handed over.
+    calls : ChunkCalls or None
+        What custom logit processors did, drafts that may be rejected included.
     """
 
     sizes: tuple[int, ...]
@@ -58,6 +61,7 @@ class InFlight:
     tokens: list[list[int]] = field(default_factory=list)
     committed: set[str] = field(default_factory=set)
     features: TargetFeatures | None = None
+    calls: ChunkCalls | None = None
 
 
 @dataclass

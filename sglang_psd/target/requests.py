@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from sglang_psd.target.processors import can_be_followed
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -12,22 +13,12 @@ LIMIT = 1 << 63
 
 
 def needs_plain_step(req: Req) -> bool:
-    """Whether a request's law at later positions can only be had from code for one token at a time.
+    """Whether a request's law at later positions can only be had by going there.
 
-    Custom logit processors. Such a request takes part in every round without drafts: one exact token per round.
+    Custom logit processors that remember their calls. Such a request takes part in every round without drafts: one
+    exact token per round.
     """
-    return bool(req.custom_logit_processor)
-
-
-def end_custom_processors(reqs: Sequence[Req], message: str) -> None:
-    """Mark requests with custom logit processors as ending with an error."""
-    from http import HTTPStatus
-
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    for req in reqs:
-        if req.custom_logit_processor and req.to_finish is None:
-            req.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+    return bool(req.custom_logit_processor) and not can_be_followed(req)
 
 
 def has_penalties(req: Req) -> bool:

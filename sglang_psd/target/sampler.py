@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,9 +13,9 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from sglang_psd.target.acceptance import Filters, VerifyRows, accept_chain, filtered_probs, target_choice
 from sglang_psd.target.penalties import PenaltyRow, apply_penalties, count_tokens
+from sglang_psd.target.processors import ChunkCalls, process_chunk
 from sglang_psd.target.requests import (
     default_seed,
-    end_custom_processors,
     has_penalties,
     is_greedy,
     min_length_stops,
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-logger = logging.getLogger(__name__)
-
 # Attribute of a request: its token counts on the device, and how many output tokens they cover.
 _COUNTS = "_psd_token_counts"
 
@@ -39,12 +37,14 @@ class StagedDrafts:
     """Drafts of one batch on the device.
 
     ``verified`` ``[B, K + 1] int64`` is what the target verifies: the token that the drafts continue, then the drafts,
-    ``count`` ``[B] int64`` of them real; laws as in ``VerifyRows``. ``chain`` is ``verified`` on the host.
+    ``count`` ``[B] int64`` of them real; laws as in ``VerifyRows``. ``chain`` is ``verified`` on the host, ``on_host``
+    the real drafts of each request.
     """
 
     verified: torch.Tensor
     count: torch.Tensor
     chain: torch.Tensor
+    on_host: Sequence[Any]
     law_ids: torch.Tensor | None
     law_probs: torch.Tensor | None
 
@@ -59,13 +59,11 @@ class ChunkSampler:
 
     Parameters
     ----------
-    model_runner : ModelRunner
-        The target's; its custom logit processors are applied by its own sampler.
     server_args : ServerArgs
     """
 
-    def __init__(self, model_runner, server_args):
-        self._runner = model_runner
+    def __init__(self, server_args):
+        self._calls: ChunkCalls | None = None
         self._device: str = server_args.device
         self._default_seed = default_seed(server_args)
         # All tensor-parallel ranks draw the same numbers: same seed, same sequence of calls.
@@ -96,7 +94,10 @@ class ChunkSampler:
         apply_penalties(logits, drafts.tokens, self._penalty_rows(reqs, info.vocab_size))
         if batch.has_grammar:
             self._apply_grammars(reqs, info, logits, drafts.chain)
-        self._adjust_logits(reqs, info, logits)
+        if info.logit_bias is not None:
+            logits.add_(info.logit_bias.unsqueeze(1))  # the same at every position
+        if info.has_custom_logit_processor:
+            self._calls = process_chunk(reqs, info, logits, drafts.on_host)
         filters = self._filters(reqs, info)
         uniforms = torch.from_numpy(self._random.random((len(reqs), chunk), dtype=np.float32))
         rows = VerifyRows(
@@ -154,26 +155,6 @@ class ChunkSampler:
         if mask is not None:
             mask.apply(logits.view(-1, logits.shape[-1]))
 
-    def _adjust_logits(self, reqs: list[Req], info: SamplingBatchInfo, logits: torch.Tensor) -> None:
-        """SGLang's own adjustments, in place, as its sampler makes them.
-
-        A bias is the same at every position. Custom processors are made for one position; requests that ask for
-        them have no drafts (``needs_plain_step``).
-        """
-        if info.logit_bias is not None:
-            logits.add_(info.logit_bias.unsqueeze(1))
-        if not info.has_custom_logit_processor:
-            return
-        first = logits[:, 0].contiguous()
-        try:
-            self._runner.sampler._preprocess_logits(first, info)
-        except Exception as error:
-            # It is the clients' code: its faults end their requests, not the server.
-            logger.exception("A custom logit processor failed.")
-            end_custom_processors(reqs, f"custom_logit_processor failed ({type(error).__name__}: {error}).")
-            return
-        logits[:, 0] = first
-
     def _filters(self, reqs: list[Req], info: SamplingBatchInfo) -> Filters:
         seeds = [seed_of(req, self._default_seed) for req in reqs]
         sampled = [not is_greedy(req) for req in reqs]
@@ -203,6 +184,11 @@ class ChunkSampler:
                 if wanted
             ),
         )
+
+    def take_calls(self) -> ChunkCalls | None:
+        """What custom logit processors did in the last call of ``sample``, once; None where there were none."""
+        calls, self._calls = self._calls, None
+        return calls
 
     def attach_logprobs(self, batch: ScheduleBatch, output: LogitsProcessorOutput, tokens: torch.Tensor) -> None:
         """Fill ``next_token_logprobs`` and friends, one row of ``tokens.shape[1]`` entries per request."""

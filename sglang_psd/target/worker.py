@@ -22,6 +22,7 @@ from sglang_psd.draft_method import head_of
 from sglang_psd.hooks import verify_applied
 from sglang_psd.target.hidden_states import TargetFeatures, capture_layers, keep_features
 from sglang_psd.target.plans import HostPlans
+from sglang_psd.target.processors import ChunkCalls
 from sglang_psd.target.sampler import ChunkSampler, StagedDrafts
 from sglang_psd.target.simulated import SimulatedAcceptance
 from sglang_psd.target.verify_input import chain_verify_input
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Where ``manifest`` of ``update_weights_from_disk`` names a checkpoint for the draft model.
+DRAFT_PATH = "draft_model_path"
+BOTH_UPDATED = "Succeeded to update model weights of the target and of the draft model."
 TARGET_UPDATED = (
     "Succeeded to update model weights of the target; the draft model keeps its own, which changes how many drafts are "
     "accepted and nothing else."
@@ -58,12 +62,14 @@ class PSDWorker(BaseSpecWorker):
         self.chunk: int = self.num_steps + 1
         self.device = server_args.device
         self.context_len: int = self.model_runner.model_config.context_len
-        self._sampler = ChunkSampler(self.model_runner, server_args)
+        self._sampler = ChunkSampler(server_args)
         self._simulated = SimulatedAcceptance.from_environment(self.chunk, server_args.random_seed)
         self._plans = HostPlans(self.model_runner, self.chunk)
         self._fetch: Callable[[], Sequence[DraftRow | None]] | None = None
         self._head = head_of(server_args)
         self._features: TargetFeatures | None = None
+        # Set by the scheduler: takes a path, returns why the draft model keeps its weights.
+        self.update_draft: Callable[[str], str | None] = lambda path: None
         if self._head is not None:
             capture_layers(self.model_runner.model, self._head)
 
@@ -80,8 +86,14 @@ class PSDWorker(BaseSpecWorker):
         return success, TARGET_UPDATED if success else message
 
     def update_weights_from_disk(self, recv_req):
-        """Nothing to load here; the scheduler updates the target itself."""
-        return True, TARGET_UPDATED
+        """The scheduler has updated the target; the draft model follows where the request names a checkpoint for it."""
+        path = (recv_req.manifest or {}).get(DRAFT_PATH)
+        if path is None:
+            return True, TARGET_UPDATED
+        problem = self.update_draft(str(path))
+        if problem is None:
+            return True, BOTH_UPDATED
+        return False, f"The target has its new weights, the draft model keeps its own: {problem}"
 
     def update_weights_from_ipc(self, recv_req):
         """Nothing to load here; the scheduler updates the target itself."""
@@ -112,6 +124,10 @@ class PSDWorker(BaseSpecWorker):
         """Hidden states of the last forward for an EAGLE head, once; None when there is no head."""
         features, self._features = self._features, None
         return features
+
+    def take_calls(self) -> ChunkCalls | None:
+        """What custom logit processors did at the last forward, once; None where there were none."""
+        return self._sampler.take_calls()
 
     def forward_batch_generation(self, batch: ScheduleBatch, on_publish=None, grammar_barrier=None):
         """Run a prefill or one verify; returns device tensors, never waits.
@@ -201,7 +217,8 @@ class PSDWorker(BaseSpecWorker):
                 host[i, -1] = len(row.tokens)
         packed = to_device(torch.from_numpy(host), self.device)
         chain = torch.from_numpy(host)[:, : self.chunk]
-        return StagedDrafts(packed[:, : self.chunk], packed[:, -1], chain, *self._stage_laws(staged))
+        on_host = [() if row is None else row.tokens for row in staged]
+        return StagedDrafts(packed[:, : self.chunk], packed[:, -1], chain, on_host, *self._stage_laws(staged))
 
     def _stage_laws(self, staged: list[DraftRow | None]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if not any(row is not None and row.law_ids is not None for row in staged):
@@ -212,7 +229,8 @@ class PSDWorker(BaseSpecWorker):
     def _no_drafts(self, batch_size: int) -> StagedDrafts:
         empty = torch.empty(batch_size, 1, dtype=torch.int64, device=self.device)
         none = torch.zeros(batch_size, dtype=torch.int64, device=self.device)
-        return StagedDrafts(empty, none, torch.zeros(batch_size, 1, dtype=torch.int64), None, None)
+        on_host: list[Sequence[int]] = [()] * batch_size
+        return StagedDrafts(empty, none, torch.zeros(batch_size, 1, dtype=torch.int64), on_host, None, None)
 
 
 def _pack_laws(staged: list[DraftRow | None], num_steps: int) -> tuple[np.ndarray, np.ndarray]:

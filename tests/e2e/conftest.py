@@ -25,6 +25,13 @@ START_TIMEOUT_S = 420.0
 NUM_PROMPTS = 8
 MAX_TOKENS = 64
 BYTES_STEPS = 8
+# Of SGLang's kit for speculative servers (``SpecParityKit``).
+PARITY_PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, there was a",
+    "The three primary colors are",
+    "def fibonacci(n):",
+)
 BYTES_MAX_RUNNING = 10
 
 
@@ -50,12 +57,18 @@ def run_script(name: str, *arguments: str, timeout_s: float = START_TIMEOUT_S) -
 
 
 @pytest.fixture(scope="session")
-def oracle(served, launched) -> dict:
+def plain() -> dict:
+    """What the same target says without speculation: ``answers`` to the prompts, and ``parity`` by text."""
+    return run_script("engine_plain.py", json.dumps(PARITY_PROMPTS))
+
+
+@pytest.fixture(scope="session")
+def oracle(served, launched, plain) -> dict:
     """Greedy answers of the same target without speculation: ``texts`` and ``ids`` per prompt.
 
     Depends on the servers only so that all three processes load side by side.
     """
-    return run_script("engine_plain.py")
+    return plain
 
 
 @pytest.fixture(scope="session")

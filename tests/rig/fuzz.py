@@ -1,11 +1,15 @@
-"""Random servers with random traffic: the strategies behind ``test_fuzz.py``.
+"""Random servers with random traffic, for ``test_fuzz.py`` and ``scripts/gpu_exactness.py``.
 
 A ``Scenario`` is plain data that prints as Python: a failure is pasted into the test as an example and stays there.
+
+Everything is drawn from one ``random.Random``: hypothesis, asked for each choice, repeats itself so much in lists of
+eighty requests that three in four are copies of another one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
@@ -75,55 +79,28 @@ class Scenario:
     pauses: dict[int, str] = field(default_factory=dict)
 
 
-def _sometimes(strategy: st.SearchStrategy, one_in: int) -> st.SearchStrategy:
-    """A dictionary of ``strategy``, or an empty one."""
-    return st.integers(1, one_in).flatmap(lambda n: strategy if n == 1 else st.just({}))
+def _sometimes(rng: Random, one_in: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """One of ``choices``, or an empty dictionary."""
+    return dict(rng.choice(choices)) if rng.randint(1, one_in) == 1 else {}
 
 
+LETTERS = [chr(c) for c in range(97, 123)]
 PATTERNS = ["[a-z]$", "[A-Za-z](?![0-9])", "[!-~]{2}", "^.{3}", "(?<=a)b"]
-
-
-@st.composite
-def stop_wishes(draw) -> dict[str, Any]:
-    """Ends that random text of 320 tokens meets within a few steps."""
-    first = draw(st.integers(5, 280))
-    how = draw(st.sampled_from(["tokens", "strings", "pattern", "end", "both"]))
-    letters = [chr(c) for c in range(97, 123)]
-    ends = {
-        "tokens": {"stop_token_ids": list(range(first, first + 30))},
-        "strings": {"stop": letters[draw(st.integers(0, 10)) :]},
-        "pattern": {
-            "stop_regex": [draw(st.sampled_from(["[a-z]$", "[A-Za-z](?![0-9])", "[!-~]{2}", "^.{3}", "(?<=a)b"]))]
-        },
-        "end": {"logit_bias": {str(EOS): draw(st.sampled_from([3.0, 6.0]))}},
-        "both": {"stop": letters, "stop_token_ids": list(range(first, first + 15)), "stop_regex": ["[0-9]$"]},
-    }
-    return {"ignore_eos": False, **ends[how]}
-
-
-@st.composite
-def penalty_wishes(draw) -> dict[str, Any]:
-    """Penalties; not two kinds at once, which SGLang applies in an order of its own."""
-    return draw(
-        st.sampled_from(
-            [
-                {"frequency_penalty": 0.7},
-                {"presence_penalty": 1.5},
-                {"frequency_penalty": -0.4, "presence_penalty": 0.5},
-                {"repetition_penalty": 1.4},
-                {"repetition_penalty": 0.8},
-            ]
-        )
-    )
-
-
-SAMPLING = [
+SAMPLING: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.7, "top_p": 0.8},
     {"temperature": 1.3, "top_k": 20, "min_p": 0.02},
     {"temperature": 0.0, "top_p": 0.9},
 ]
-GRAMMARS = [
+# Not repetition together with another one, which SGLang applies in an order of its own.
+PENALTIES: list[dict[str, Any]] = [
+    {"frequency_penalty": 0.7},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": -0.4, "presence_penalty": 0.5},
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.8},
+]
+GRAMMARS: list[dict[str, Any]] = [
     {"regex": "[ab]{5}c"},
     {"regex": "[a-f]{2,9}(x|y)"},
     {"json_schema": '{"type": "object", "properties": {"c": {"enum": ["red", "green"]}}, "required": ["c"]}'},
@@ -131,84 +108,99 @@ GRAMMARS = [
 ]
 
 
-@st.composite
-def wishes(draw) -> dict[str, Any]:
+def random_stops(rng: Random) -> dict[str, Any]:
+    """Ends that random text of 320 tokens meets within a few steps."""
+    first = rng.randint(5, 280)
+    ends: list[dict[str, Any]] = [
+        {"stop_token_ids": list(range(first, first + 30))},
+        {"stop": LETTERS[rng.randint(0, 10) :]},
+        {"stop_regex": [rng.choice(PATTERNS)]},
+        {"logit_bias": {str(EOS): rng.choice([3.0, 6.0])}},
+        {"stop": LETTERS, "stop_token_ids": list(range(first, first + 15)), "stop_regex": ["[0-9]$"]},
+    ]
+    return {"ignore_eos": False, **rng.choice(ends)}
+
+
+def random_wish(rng: Random) -> dict[str, Any]:
     """What a request asks for."""
-    wish: dict[str, Any] = dict(draw(_sometimes(st.sampled_from(SAMPLING), 2)))
-    if wish.get("temperature", 0.0) > 0 and draw(st.booleans()):
-        wish["sampling_seed"] = draw(st.integers(-3, 2**40))
-    grammar = draw(_sometimes(st.sampled_from(GRAMMARS), 6))
-    wish.update(draw(_sometimes(penalty_wishes(), 4)))
+    wish = _sometimes(rng, 2, SAMPLING)
+    if wish.get("temperature", 0.0) > 0 and rng.random() < 0.5:
+        wish["sampling_seed"] = rng.choice([rng.randint(-3, 3), rng.randint(-(2**40), 2**40)])
+    grammar = _sometimes(rng, 6, GRAMMARS)
+    wish.update(_sometimes(rng, 4, PENALTIES))
     fields: dict[str, Any] = {}
     if grammar:
         wish.update(grammar, ignore_eos=False)
-        if draw(st.booleans()):
+        if rng.random() < 0.5:
             fields["require_reasoning"] = True
-            wish["logit_bias"] = {str(THINK_END): draw(st.sampled_from([5.0, 7.0]))}
+            wish["logit_bias"] = {str(THINK_END): rng.choice([5.0, 7.0])}
     else:
-        wish.update(draw(_sometimes(stop_wishes(), 3)))
-        wish.update(draw(_sometimes(st.fixed_dictionaries({"min_new_tokens": st.integers(1, 9)}), 5)))
-    if draw(st.integers(1, 5)) == 1:
-        wish["logit_bias"] = {**wish.get("logit_bias", {}), str(draw(st.integers(5, 319))): 4.0, "9": -100.0}
-    values = draw(_sometimes(st.sampled_from([{"logprobs": True}, {"logprobs": True, "top_logprobs": 3}]), 4))
+        if rng.randint(1, 3) == 1:
+            wish.update(random_stops(rng))
+        wish.update(_sometimes(rng, 5, [{"min_new_tokens": least} for least in range(1, 10)]))
+    if rng.randint(1, 5) == 1:
+        wish["logit_bias"] = {**wish.get("logit_bias", {}), str(rng.randint(5, 319)): 4.0, "9": -100.0}
+    values = _sometimes(rng, 4, [{"logprobs": True}, {"logprobs": True, "top_logprobs": 3}])
     wish.update(values)
-    if values and draw(st.integers(1, 3)) == 1:
+    if values and rng.randint(1, 3) == 1:
         fields["logprob_start_len"] = 0
-    if draw(st.integers(1, 3)) == 1:
+    if rng.randint(1, 3) == 1:
         fields["stream"] = True
     return {**wish, "fields": fields} if fields else wish
 
 
-@st.composite
-def calls(draw) -> Call:
+def random_call(rng: Random) -> Call:
     """One request."""
-    prompt = draw(st.integers(0, len(PROMPTS) - 1))
-    wish = draw(wishes())
-    length = draw(st.integers(1, LONGEST_NEW))
+    prompt = rng.randrange(len(PROMPTS))
+    wish = random_wish(rng)
+    length = rng.randint(1, LONGEST_NEW)
     if "min_new_tokens" in wish:
         wish["min_new_tokens"] = min(wish["min_new_tokens"], length)
     return Call(
         prompt=prompt,
-        cut=draw(st.integers(1, len(PROMPTS[prompt]))),
-        tail=tuple(draw(st.lists(st.integers(5, 319), max_size=3))),
+        cut=rng.randint(1, len(PROMPTS[prompt])),
+        tail=tuple(rng.randint(5, 319) for _ in range(rng.randint(0, 3))),
         length=length,
         wish=wish,
-        wait=draw(st.sampled_from([0, 0, 0, 1, 2, 5])),
-        abort=draw(st.one_of(st.none(), st.none(), st.none(), st.none(), st.integers(0, 9))),
+        wait=rng.choice([0, 0, 0, 1, 2, 5]),
+        abort=rng.randint(0, 9) if rng.randint(1, 5) == 1 else None,
     )
 
 
-@st.composite
-def server_options(draw, k: int) -> dict[str, Any]:
+def random_server(rng: Random, k: int) -> dict[str, Any]:
     """A server's arguments; the pool holds the longest request and its drafts."""
-    options: dict[str, Any] = {"page_size": draw(st.sampled_from([1, 1, 16, 64]))}
-    page = options["page_size"]
-    options.update(draw(_sometimes(st.just({"chunked_prefill_size": max(16, page)}), 2)))
-    options.update(draw(_sometimes(st.just({"disable_radix_cache": True}), 4)))
-    options.update(draw(_sometimes(st.sampled_from([{"max_running_requests": n} for n in (1, 2, 3, 7)]), 2)))
-    options["grammar_backend"] = draw(st.sampled_from(["xgrammar", "llguidance"]))
+    page = rng.choice([1, 1, 16, 64])
+    options: dict[str, Any] = {"page_size": page}
+    options.update(_sometimes(rng, 2, [{"chunked_prefill_size": max(16, page)}]))
+    options.update(_sometimes(rng, 4, [{"disable_radix_cache": True}]))
+    options.update(_sometimes(rng, 2, [{"max_running_requests": n} for n in (1, 2, 3, 7)]))
+    options["grammar_backend"] = rng.choice(["xgrammar", "llguidance"])
     options["reasoning_parser"] = "qwen3"
     # SGLang shortens an answer for which there is less than the prompt's pages, the answer and one page more
     # (``Scheduler.init_req_max_new_tokens``); a server with a larger pool would not.
     prompt_pages = -(-(max(map(len, PROMPTS)) + 3) // page)
     least = prompt_pages * page + LONGEST_NEW + k + 2 + page + 1
-    if draw(st.booleans()):
-        options["max_total_tokens"] = -(-least // page) * page + page * draw(st.integers(0, 3))
-        options["schedule_conservativeness"] = draw(st.sampled_from([1.0, 0.05]))
+    if rng.random() < 0.5:
+        options["max_total_tokens"] = -(-least // page) * page + page * rng.randint(0, 3)
+        options["schedule_conservativeness"] = rng.choice([1.0, 0.05])
     return options
 
 
-@st.composite
-def scenarios(draw, num_calls: int) -> Scenario:
+def random_scenario(rng: Random, num_calls: int) -> Scenario:
     """A server and ``num_calls`` requests."""
-    k = draw(st.integers(1, 8))
-    pauses = draw(st.dictionaries(st.integers(0, num_calls - 1), st.sampled_from(["retract", "in_place"]), max_size=2))
+    k = rng.randint(1, 8)
     return Scenario(
-        draft=draw(st.sampled_from(["D_same", "D_mid", "D_mid", "D_bad", "D_hid", "D_voc", "D_ctx"])),
+        draft=rng.choice(["D_same", "D_mid", "D_mid", "D_bad", "D_hid", "D_voc", "D_ctx"]),
         k=k,
-        mode=draw(st.sampled_from(["parallel", "parallel", "sequential"])),
-        loop=draw(st.sampled_from(["overlapped", "overlapped", "synchronous"])),
-        options=draw(server_options(k)),
-        calls=draw(st.lists(calls(), min_size=num_calls, max_size=num_calls)),
-        pauses=pauses,
+        mode=rng.choice(["parallel", "parallel", "sequential"]),
+        loop=rng.choice(["overlapped", "overlapped", "synchronous"]),
+        options=random_server(rng, k),
+        calls=[random_call(rng) for _ in range(num_calls)],
+        pauses={rng.randrange(num_calls): rng.choice(["retract", "in_place"]) for _ in range(rng.randint(0, 2))},
     )
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, num_calls: int) -> Scenario:
+    """``random_scenario``, for hypothesis."""
+    return random_scenario(draw(st.randoms(use_true_random=True)), num_calls)

@@ -145,11 +145,22 @@ def refusal(models, given: dict) -> str | None:
     draft = keywords.pop("draft", None)
     if draft is not None:
         keywords["speculative_draft_model_path"] = str(models / draft)
+    target = keywords.pop("target", models / "T")
     try:
-        PSDServerArgs(model_path=str(models / keywords.pop("target", "T")), **keywords)
+        PSDServerArgs(model_path=str(target), **keywords)
     except PSDConfigError as error:
         return str(error)
     return None
+
+
+def test_multimodal_targets_are_refused(models, tmp_path, run_case) -> None:
+    from transformers import AutoTokenizer, Qwen2VLConfig
+
+    config = Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(models / "T").save_pretrained(tmp_path)
+    message = run_case(refusal, models, {"draft": "D_mid", "target": tmp_path})
+    assert message is not None and "multimodal" in message and "--model-path" in message and "\n" not in message
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from tests.models import EOS
 from tests.rig.oracle import assert_prefixes
 from tests.rig.rig import Ask
-from tests.rig.together import LOOPS, PROMPTS, assert_same, plain, together
+from tests.rig.together import LOOPS, PROMPTS, assert_same, together
 
 # --- penalties, bias, other kinds in one batch ---------------------------------------------------
 
@@ -96,58 +96,3 @@ def test_many_answers_at_temperature_one(run_case, models) -> None:
     asks: list[Ask] = [(PROMPTS[0], 8, {"temperature": 1.0, "top_k": k}) for k in (2**30, 50) for _ in range(50)]
     found, _ = run_case(together, models, "D_mid", 3, "overlapped", asks)
     assert all(len({tuple(o.ids) for o in part}) > 40 for part in (found[:50], found[50:]))
-
-
-# --- code of the clients -------------------------------------------------------------------------
-
-
-def processors() -> dict[str, str]:
-    """Custom logit processors as a client sends them: pure, looking at the output so far, and broken."""
-    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
-
-    class Ban(CustomLogitProcessor):
-        def __call__(self, logits, custom_param_list=None):
-            for row, params in zip(logits, custom_param_list):
-                row[params["banned"]] = float("-inf")
-            return logits
-
-    class NoRepeats(CustomLogitProcessor):
-        def __call__(self, logits, custom_param_list=None):
-            for row, params in zip(logits, custom_param_list):
-                row[list(params["__req__"].output_ids)] = float("-inf")
-            return logits
-
-    class Broken(CustomLogitProcessor):
-        def __call__(self, logits, custom_param_list=None):
-            raise KeyError("nothing here")
-
-    return {cls.__name__: cls.to_str() for cls in (Ban, NoRepeats, Broken)}
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_custom_logit_processors(run_case, models, oracle, loop) -> None:
-    """They see one position at a time, with the output so far, as on the plain server; their neighbours are drafted."""
-    code, options = processors(), {"enable_custom_logit_processor": True}
-    asks: list[Ask] = [
-        (ids, 20, {"custom_params": {"banned": text[2]}, "fields": {"custom_logit_processor": code["Ban"]}})
-        for ids, text in zip(PROMPTS[:3], oracle.greedy(PROMPTS))
-    ]
-    repeats = {"custom_params": {}, "fields": {"custom_logit_processor": code["NoRepeats"]}}
-    asks += [(ids, 20, repeats) for ids in PROMPTS[3:5]]
-    asks += [(ids, 20, {"custom_params": {"banned": 5}}) for ids in PROMPTS[5:]]
-    expected = run_case(plain, models, asks, **options)
-    found, drafts = run_case(together, models, "D_mid", 3, loop, asks, **options)
-    assert_same(found, expected, asks)
-    assert all(len(set(output.ids)) == 20 for output in found[3:5])
-    assert all(not any(rounds) for rounds in drafts[:5]) and all(any(rounds) for rounds in drafts[5:])
-
-
-def test_a_processor_that_fails_ends_its_request_alone(run_case, models, oracle) -> None:
-    code, options = processors(), {"enable_custom_logit_processor": True}
-    asks: list[Ask] = [(ids, 20, {}) for ids in PROMPTS[:3]]
-    asks += [(PROMPTS[3], 20, {"fields": {"custom_logit_processor": code["Broken"]}})]
-    asks += [(PROMPTS[4], 20, {"fields": {"custom_logit_processor": "not even JSON"}})]
-    found, _ = run_case(together, models, "D_mid", 3, "overlapped", asks, **options)
-    assert_prefixes(found[:3], [20] * 3, oracle.greedy(PROMPTS[:3]))
-    for output, words in zip(found[3:], ("custom_logit_processor failed (KeyError", "cannot be read")):
-        assert output.finish is not None and output.finish["type"] == "abort" and words in output.finish["message"]

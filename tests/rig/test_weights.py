@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,97 @@ def test_weights_that_do_not_load_change_nothing(run_case, models, oracle) -> No
     success, message, outputs = run_case(case)
     assert not success and message
     assert_prefixes(outputs, [12] * 8, oracle.greedy(PROMPTS))
+
+
+def _update(rig: Rig, target: Path, draft: Path | None, **more: Any) -> tuple[bool, str]:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    manifest = None if draft is None else {"draft_model_path": str(draft)}
+    request = UpdateWeightFromDiskReqInput(model_path=str(target), load_format="auto", manifest=manifest, **more)
+    reply = rig.scheduler.weight_updater.update_weights_from_disk(request)
+    return reply.success, reply.message
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_new_weights_of_the_draft(run_case, models, oracle, loop) -> None:
+    """Every draft is right as soon as the draft has the target's weights, and drafters started later have them, too."""
+
+    def case() -> tuple[list[list[Output]], list[tuple[bool, str]], str]:
+        waves, replies = [], []
+        with Rig(models, "D_bad", 3, loop=loop) as rig:
+            for target, draft in ((None, None), ("T", "D_same"), ("D_mid", "D_mid"), ("T", "D_bad")):
+                if target is not None:
+                    replies.append(_update(rig, models / target, models / draft))
+                rids = [rig.submit(ids, 24) for ids in PROMPTS]
+                rig.run_until_done()
+                if draft in ("D_same", "D_mid"):
+                    assert_full_acceptance(rig, rids, 3)
+                waves.append([rig.output(rid) for rid in rids])
+            rig.idle_check()
+            return waves, replies, rig.scheduler.psd_launcher.spec.model_path
+
+    waves, replies, path = run_case(case)
+    for target, outputs in zip(("T", "T", "D_mid", "T"), waves):
+        assert_prefixes(outputs, [24] * 8, oracle.greedy(PROMPTS, target=target))
+    assert all(success and "and of the draft model" in message for success, message in replies)
+    assert path == str(models / "D_bad")
+    assert sum(o.accepted for o in waves[0]) < 20 and sum(o.accepted for o in waves[3]) < 20
+
+
+def test_new_weights_of_the_draft_while_requests_run(run_case, models, oracle) -> None:
+    def case() -> list[Output]:
+        with Rig(models, "D_bad", 3, loop="overlapped") as rig:
+            rids = [rig.submit(ids, 40) for ids in PROMPTS]
+            rig.turns(12)
+            assert _update(rig, models / "T", models / "D_same", flush_cache=False)[0]
+            rig.run_until_done()
+            rig.idle_check()
+            return [rig.output(rid) for rid in rids]
+
+    outputs = run_case(case)
+    assert_prefixes(outputs, [40] * 8, oracle.greedy(PROMPTS))
+    assert all(output.accepted > 10 for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"), [("nowhere", "keeps its own"), ("D_tok", "disagree on token"), ("D_hid", "keeps its own")]
+)
+def test_draft_weights_that_do_not_fit_are_refused(run_case, models, oracle, draft, words) -> None:
+    def case() -> tuple[tuple[bool, str], list[Output]]:
+        with Rig(models, "D_same", 3) as rig:
+            reply = _update(rig, models / "T", models / draft)
+            outputs = rig.run([(ids, 24, {}) for ids in PROMPTS])
+            rig.idle_check()
+            return reply, outputs
+
+    (success, message), outputs = run_case(case)
+    assert not success and words in message and "The target has its new weights" in message
+    assert_prefixes(outputs, [24] * 8, oracle.greedy(PROMPTS))
+    assert all(output.accepted > 10 for output in outputs), "the old weights are gone"
+
+
+def test_memory_released_and_resumed(run_case, models, oracle) -> None:
+    """SGLang's two calls around a weight update; without a GPU there is nothing to give back, the rest is the same."""
+
+    def case() -> list[list[Output]]:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+
+        waves = []
+        with Rig(models, "D_same", 3, loop="overlapped") as rig:
+            for tags in (None, ["kv_cache"], ["weights"]):
+                rids = [rig.submit(ids, 24) for ids in PROMPTS]
+                rig.run_until_done()
+                assert_full_acceptance(rig, rids, 3)
+                waves.append([rig.output(rid) for rid in rids])
+                rig.turns(2)
+                rig.tell(ReleaseMemoryOccupationReqInput(tags=tags))
+                rig.tell(ResumeMemoryOccupationReqInput(tags=tags))
+                assert _update(rig, models / "T", None)[0]
+            rig.idle_check()
+        return waves
+
+    for outputs in run_case(case):
+        assert_prefixes(outputs, [24] * 8, oracle.greedy(PROMPTS))
 
 
 # --- number types --------------------------------------------------------------------------------

@@ -415,3 +415,30 @@ def test_any_order_of_calls_and_answers_is_survived(steps: list[tuple[str, int, 
             found = m.Stats(which, length - 4, 1, 1, 0, 0) if kind == "s" else answer
             bench.channel.inbox.append(msgspec.structs.replace(answer, unknown=unknown) if found is answer else found)
     assert client.open_requests <= 4
+
+
+# --- new weights ---------------------------------------------------------------------------------
+
+
+def test_new_weights_close_everything() -> None:
+    bench = Bench()
+    bench.begin("a", "b")
+    bench.channel.inbox.append(m.Loaded())
+    assert bench.client.load("/models/new", 5.0) is None
+    assert bench.channel.sent[-1] == m.Load("/models/new")
+    assert bench.client.open_requests == 0 and bench.client.usable
+
+
+def test_weights_that_do_not_load_are_explained() -> None:
+    bench = Bench()
+    bench.channel.inbox.append(m.Loaded("no such file"))
+    assert bench.client.load("/models/none", 5.0) == "no such file"
+    assert bench.client.usable
+
+
+def test_a_drafter_that_dies_or_says_nothing_over_new_weights_is_lost() -> None:
+    for dies in (True, False):
+        bench = Bench()
+        bench.process.running = not dies
+        assert bench.client.load("/models/new", 5.0 if dies else 0.05) == "the drafter was lost meanwhile."
+        assert not bench.client.usable

@@ -48,6 +48,10 @@ class FakeEngine:
     def use_pause(self) -> None:
         self.pauses.append(self.calls[-1] if self.calls else ())
 
+    def load(self, message: m.Load):
+        self.calls.append(("load", message.path))
+        return m.Loaded()
+
     def stats(self, ping_id: int):
         return ("stats", ping_id)
 
@@ -143,3 +147,9 @@ def test_the_inbox_is_bounded(monkeypatch) -> None:
     loop = DrafterLoop(engine, channel, os.getppid())  # type: ignore[arg-type]
     loop.run()
     assert len(waiting) == 40 and max(waiting) <= 8
+
+
+def test_new_weights_are_answered() -> None:
+    engine = FakeEngine()
+    channel = run(engine, [m.Load("/models/new")])
+    assert engine.calls == [("load", "/models/new")] and channel.sent == [m.Loaded()]

@@ -1,0 +1,115 @@
+"""Engines that are compared: one without speculation and two with, in float32 and in bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
+
+PLAIN = "plain"
+ARMS = (PLAIN, "parallel", "sequential")
+MAX_RUNNING = {"cuda": 128, "cpu": 16}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the numbers are computed, and what that excuses.
+
+    Attributes
+    ----------
+    name : str
+    engine : dict
+        Keywords of ``sgl.Engine``.
+    environment : dict
+        Further environment variables.
+    bound : float
+        Gap in log probability, in nats, below which two tokens count as equally good.
+    deterministic : bool
+        Requests without a seed get SGLang's default one.
+    """
+
+    name: str
+    engine: dict[str, Any]
+    bound: float
+    environment: dict[str, str] = field(default_factory=dict)
+    deterministic: bool = False
+
+
+# FlashInfer has no float32 kernels and SGLang's RMSNorm kernel neither; Triton has, and SGLang's deterministic mode
+# normalises in Triton and PyTorch. Triton multiplies float32 as TF32 unless told otherwise: three such products are as
+# exact as float32 and fit into the shared memory of a Hopper GPU. What is left is the order of additions, which differs
+# between the kernels of a decode and of a verify.
+FLOAT32 = Setting(
+    "float32",
+    {
+        "dtype": "float32",
+        "attention_backend": "triton",
+        "enable_deterministic_inference": True,
+        "cuda_graph_backend_decode": "disabled",
+        "cuda_graph_backend_prefill": "disabled",
+    },
+    bound=1e-3,
+    environment={"TRITON_F32_DEFAULT": "tf32x3"},
+    deterministic=True,
+)
+# The tiny model's logits reach 16 to 32, where bfloat16 numbers are 0.125 apart: four of these steps.
+# Graphs of prefills are compiled for a minute and change no step of a round.
+BFLOAT16 = Setting(
+    "bfloat16",
+    {"dtype": "bfloat16", "attention_backend": "flashinfer", "cuda_graph_backend_prefill": "disabled"},
+    bound=0.5,
+)
+CPU = Setting("float32", {"dtype": "float32"}, bound=1e-4)
+SETTINGS = {"cuda": {"float32": FLOAT32, "bfloat16": BFLOAT16}, "cpu": {"float32": CPU}}
+
+
+def number_of_gpus(device: str) -> int:
+    """How many GPUs the engines share."""
+    if device == "cpu":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def engine_keywords(setting: Setting, arm: str, device: str, num_gpus: int) -> dict[str, Any]:
+    """Keywords of one engine.
+
+    The parallel one has a KV pool too small for all requests and, where SGLang allows it, reads prompts in chunks of 64
+    tokens; the sequential one has pages of 16 tokens and five drafts a round.
+    """
+    keywords: dict[str, Any] = {
+        "model_path": str(TINY_TARGET),
+        "random_seed": 1,
+        "log_level": "warning",
+        "max_running_requests": MAX_RUNNING[device],
+        "reasoning_parser": "qwen3",
+        "grammar_backend": "xgrammar",
+        **setting.engine,
+    }
+    small, large = (8192, 65536) if device == "cuda" else (1024, 8192)
+    keywords["max_total_tokens"] = small if arm == "parallel" else large
+    if device == "cuda":
+        # All engines share the GPUs and start side by side: slack in what SGLang measures. FlashInfer's sampling
+        # kernels would be compiled for minutes, in the plain engine only.
+        keywords.update(mem_fraction_static=0.8, sampling_backend="pytorch")
+    if arm == PLAIN:
+        return keywords
+    keywords.update(
+        speculative_algorithm="PSD",
+        speculative_draft_model_path=str(TINY_DRAFT),
+        speculative_num_steps=3 if arm == "parallel" else 5,
+        psd_mode=arm,
+    )
+    if arm == "parallel":
+        keywords.update(schedule_conservativeness=0.05)
+        if not setting.deterministic:  # SGLang cuts prompts at multiples of 4,096 there
+            keywords.update(chunked_prefill_size=64)
+    else:
+        keywords.update(page_size=16)
+    if device == "cuda":
+        keywords["psd_drafter_mem_fraction"] = 0.8 if num_gpus > 1 else 0.1
+        if num_gpus == 1:
+            keywords["psd_drafter_device"] = "cuda:0"
+    return keywords

@@ -1,0 +1,169 @@
+"""SGLang's own test kits (``sglang.test.kits``) against a PSD server with the embedded pair.
+
+They run in one process of their own (``kits_run.py``); every test here asserts the outcome of one of theirs. What is
+left out is named in ``LEFT_OUT`` with the reason; each of these fails on a server without PSD as well, or needs a
+download. A test of a kit that stands in neither list fails, so nothing is missed when SGLang adds some.
+``PSD_KITS=plain`` runs all of them, those left out as well, against a server without PSD.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_psd.resources import TINY_TARGET
+from sglang_psd.server_process import ServerProcess
+from tests.e2e.conftest import START_TIMEOUT_S, run_script
+from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, PSD_FLAGS
+
+PLAIN = os.environ.get("PSD_KITS") == "plain"
+KNOWLEDGE = "asks what the embedded models do not know"
+CONTEXT = "needs prompts or answers longer than the embedded models' context of 2,048 tokens"
+DOWNLOAD = "downloads a data set"
+THINKING = "needs a model that thinks"
+
+RUN: dict[str, tuple[str, ...]] = {
+    "BasicAPIContractMixin": (
+        "test_get_model_info",
+        "test_get_server_info",
+        "test_health",
+        "test_health_generate",
+        "test_openai_chat_completion",
+        "test_openai_completion",
+    ),
+    "BasicDecodeCorrectnessMixin": (
+        "test_ascii_ratio",
+        "test_determinism_temp_zero",
+        "test_max_token_one",
+        "test_no_repetition_blowup",
+    ),
+    "AbortAllMixin": ("test_abort_all",),
+    "PauseResumeInPlaceMixin": ("test_pause_resume_in_place",),
+    "EBNFConstrainedMixin": (
+        "test_ebnf_generate_all_optional_function_params",
+        "test_ebnf_generate_custom_log_format",
+        "test_ebnf_generate_date",
+        "test_ebnf_generate_email",
+        "test_ebnf_generate_greeting",
+        "test_ebnf_generate_hex_color",
+        "test_ebnf_generate_number",
+        "test_ebnf_generate_phone",
+    ),
+    "JSONConstrainedMixin": (
+        "test_json_generate",
+        "test_json_invalid",
+        "test_json_openai",
+        "test_mix_json_and_other",
+    ),
+    "RegexConstrainedMixin": (
+        "test_regex_generate_complex_json",
+        "test_regex_generate_custom_log_format",
+        "test_regex_generate_date",
+        "test_regex_generate_email",
+        "test_regex_generate_greeting",
+        "test_regex_generate_hex_color",
+        "test_regex_generate_number",
+        "test_regex_generate_phone",
+    ),
+    "MatchedStopMixin": (
+        "test_finish_length",
+        "test_finish_stop_eos",
+        "test_finish_stop_regex_str",
+        "test_finish_stop_str",
+    ),
+    "SpecCorrectnessKit": (
+        "test_acc_length",
+        "test_batch_generation",
+        "test_eos_token",
+        "test_first_token_finish",
+    ),
+    "SpecParityKit": ("test_parity_vs_reference",),
+    "SpecLogprobKit": (
+        "test_logprob_match",
+        "test_logprob_spec_v2_match",
+        "test_logprob_start_len",
+        "test_token_ids_logprob_ragged",
+    ),
+    "SpecPenaltyKit": ("test_penalty_mixed",),
+    "SpecFeatureKit": ("test_constrained_decoding", "test_request_abort"),
+    "SpecHiddenStatesKit": ("test_return_hidden_states",),
+    "SpecGrammarKit": (
+        "test_grammar_logprob_count_matches_completion_tokens",
+        "test_grammar_structured_output_no_trailing_tokens",
+    ),
+    "StreamingSessionKitMixin": (
+        "test_first_mid_abort_recovery",
+        "test_kv_cache_inheritance",
+        "test_nth_mid_abort_recovery",
+        "test_preabort_recovery",
+    ),
+    "RadixTree": ("test_radix_attention",),
+    "CacheHits": ("test_multiturn_cache_hits",),
+}
+
+LEFT_OUT: dict[str, str] = {
+    "BasicDecodeCorrectnessMixin.test_basic_math": KNOWLEDGE,
+    "BasicDecodeCorrectnessMixin.test_capital_france": KNOWLEDGE,
+    "BasicDecodeCorrectnessMixin.test_color_completion": KNOWLEDGE,
+    "BasicSchedulerStressMixin.test_concurrent_requests": KNOWLEDGE,
+    "BasicSchedulerStressMixin.test_long_prompt": CONTEXT,
+    "BasicSchedulerStressMixin.test_streaming_response": KNOWLEDGE,
+    "EBNFConstrainedMixin.test_ebnf_generate_complex_json": "expects members that its grammar leaves open",
+    "SpecLogprobKit.test_logprob_mixed": CONTEXT,
+    "SpecFeatureKit.test_radix_attention": f"{CONTEXT}; RadixTree runs it in their size",
+    "StreamingSessionKitMixin.test_leak_logprob_concurrent": CONTEXT,
+    "StreamingSessionKitMixin.test_stress_concurrent_sessions": CONTEXT,
+    "AbortLeakReproKitMixin.test_abort_heavy_chunked_prefill_does_not_leak": CONTEXT,
+    "PrefixCacheBranchingMixin.test_prefix_cache_branching": "is about models with a recurrent state",
+    "ReasoningTokenUsageMixin.test_reasoning_tokens_generate_exact_count": THINKING,
+    "ReasoningTokenUsageMixin.test_reasoning_tokens_non_thinking": THINKING,
+    "ReasoningTokenUsageMixin.test_reasoning_tokens_non_thinking_stream": THINKING,
+    "ReasoningTokenUsageMixin.test_reasoning_tokens_thinking": THINKING,
+    "ReasoningTokenUsageMixin.test_reasoning_tokens_thinking_stream": THINKING,
+    "SeparateReasoningMixin.test_nonstreaming_separate_reasoning_false": THINKING,
+    "SeparateReasoningMixin.test_nonstreaming_separate_reasoning_true": THINKING,
+    "SeparateReasoningMixin.test_streaming_separate_reasoning_false": THINKING,
+    "SeparateReasoningMixin.test_streaming_separate_reasoning_true": THINKING,
+    "SeparateReasoningMixin.test_streaming_separate_reasoning_true_stream_reasoning_false": THINKING,
+    "SpecDecodingMixin.test_bs_1_speed": CONTEXT,
+    "SpecAccuracyKit.test_gsm8k": DOWNLOAD,
+    "SpecPerfKit.test_max_token_one": DOWNLOAD,
+    "KLDivergenceMixin.test_input_output_logprobs_match_decode_cache_hit": DOWNLOAD,
+    "KLDivergenceMixin.test_input_output_logprobs_match_prefill_cache_hit": DOWNLOAD,
+}
+CHOSEN = [f"{kit}.{name}" for kit, names in RUN.items() for name in names]
+
+
+@pytest.fixture(scope="module")
+def server(logs: Path) -> Iterator[ServerProcess]:
+    """A server with what the kits ask for; ready when first used."""
+    flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, "--enable-return-hidden-states"]
+    flags += ["--enable-streaming-session", *([] if PLAIN else PSD_FLAGS)]
+    with ServerProcess(flags, logs / "kits.log", environment=ENVIRONMENT) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def outcomes(server: ServerProcess, plain: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Outcome by kit and test: ``passed``, ``not run``, or what went wrong."""
+    server.wait_ready(START_TIMEOUT_S)  # it has been loading while the plain engine answered
+    texts = tmp_path_factory.mktemp("kits") / "texts.json"
+    texts.write_text(json.dumps(plain["parity"]))
+    names = [] if PLAIN else CHOSEN
+    return run_script("kits_run.py", server.url, str(TINY_TARGET), str(server.pid), str(texts), *names)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CHOSEN)
+def test_kit(name: str, outcomes: dict[str, str]) -> None:
+    assert outcomes[name] == "passed", outcomes[name]
+
+
+def test_every_test_of_the_kits_is_run_or_explained(outcomes: dict[str, str]) -> None:
+    assert sorted(outcomes) == sorted([*CHOSEN, *LEFT_OUT])
+    if PLAIN:
+        print(json.dumps({name: said[-300:] for name, said in outcomes.items() if said != "passed"}, indent=1))
