@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -25,9 +26,9 @@ from sglang_psd.channel.messages import (
     Shutdown,
 )
 from sglang_psd.channel.pulse import PulseSender
-from sglang_psd.channel.transport import Channel, spin_time
+from sglang_psd.channel.transport import Channel
 from sglang_psd.drafter.spec import DrafterSpec
-from sglang_psd.errors import ProtocolError
+from sglang_psd.errors import ChannelDamagedError, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,8 @@ class DrafterLoop:
         while len(self._inbox) < INBOX_MESSAGES:
             try:
                 message = self._channel.receive(timeout_s)
+            except ChannelDamagedError:
+                raise
             except ProtocolError as error:
                 self._refuse(error)
                 continue
@@ -162,8 +165,9 @@ def bind_life_to_parent(parent_pid: int) -> None:
 
 def _last_words(channel: Channel, error: BaseException) -> None:
     """Say why this process ends, if anybody listens."""
-    if channel.send_patiently(Failure(f"{type(error).__name__}: {error}", fatal=True), 0.1, lambda: False):
-        time.sleep(0.5)  # let the message leave before the socket goes
+    with contextlib.suppress(ChannelDamagedError):
+        if channel.send_patiently(Failure(f"{type(error).__name__}: {error}", fatal=True), 0.1, lambda: False):
+            time.sleep(0.5)  # let the message leave before the socket goes
 
 
 def main(argv: list[str]) -> int:
@@ -179,7 +183,7 @@ def main(argv: list[str]) -> int:
         setproctitle.setproctitle("sglang_psd::drafter")
     except ImportError:
         pass
-    channel = Channel(spec.endpoint, bind=False, spin_s=spin_time(spec.device))
+    channel = Channel(spec.endpoint, bind=False, spin_s=spec.spin_s, lanes=spec.lanes)
     PulseSender(spec.pulse_endpoint)
     try:
         if spec.schema_version != SCHEMA_VERSION:

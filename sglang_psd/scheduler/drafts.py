@@ -267,6 +267,8 @@ class DraftClient:
                 self._fail(message.message)
             else:
                 logger.warning("PSD: the drafter reports: %s", message.message)
+        elif message is None and not self.usable:
+            self._clear()
         return message is not None
 
     def _accept(self, message: Proposals) -> None:
