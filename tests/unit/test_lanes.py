@@ -95,7 +95,9 @@ def test_everything_arrives_once_and_in_order(endpoint, spin_s) -> None:
     child.start()
     channel = open_end(endpoint, bind=True, spin_s=spin_s)
     rng = random.Random(7)
-    sent = [m.Open(str(i), rng.randbytes(4 * -(-n // 4)), GREEDY) for i, n in enumerate(sizes_that_meet_every_edge(rng))]
+    sent = [
+        m.Open(str(i), rng.randbytes(4 * -(-n // 4)), GREEDY) for i, n in enumerate(sizes_that_meet_every_edge(rng))
+    ]
     # Tokens are not negative.
     sent = [msgspec.structs.replace(x, tokens=(np.frombuffer(x.tokens, m.TOKEN) & 0x7FFFFFFF).tobytes()) for x in sent]
     assert sum(len(message.tokens) for message in sent) > 8 * lanes.CAPACITY
