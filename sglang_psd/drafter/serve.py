@@ -126,14 +126,14 @@ class DrafterLoop:
         A row that a later round in the inbox overtakes is only committed: nobody waits for its drafts any more.
         """
         overtaken = {row.rid for _, later in self._inbox if isinstance(later, Round) for row in later.rows}
-        rows = []
-        for row in message.rows:
-            if row.rid in overtaken:
-                self._engine.commit(row)
-            else:
-                rows.append(row)
-        warm = [row for row in rows if not self._engine.backlog(row.rid)]
+        rows = message.rows
+        if overtaken:
+            for row in rows:
+                if row.rid in overtaken:
+                    self._engine.commit(row)
+            rows = [row for row in rows if row.rid not in overtaken]
         cold = [row for row in rows if self._engine.backlog(row.rid)]
+        warm = rows if not cold else [row for row in rows if not self._engine.backlog(row.rid)]
         for group in (warm, cold):
             if group:
                 self._send(self._engine.draft(message.round_id, group, message.num_steps, received_s))
