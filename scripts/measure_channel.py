@@ -85,9 +85,8 @@ def main() -> None:
     parser.add_argument("-N", type=int, nargs="+", default=[1, 8, 32, 64, 128], help="requests of a round")
     parser.add_argument("--rounds", type=int, default=2000)
     args = parser.parse_args()
-    print(
-        f"{os.cpu_count()} cores; microseconds, p50 (p99)\n{'N':>4} {'wire':<14} {'there':>16} {'back':>16} {'both':>16}"
-    )
+    print(f"{os.cpu_count()} cores; microseconds, p50 (p99)")
+    print(f"{'N':>4} {'wire':<14} {'there':>16} {'back':>16} {'both':>16}")
     for requests in args.N:
         for shared in (False, True):
             times = 1e6 * measure(requests, args.rounds, shared=shared)
