@@ -23,7 +23,7 @@ QUEUE_MESSAGES = 4096
 MAX_MESSAGE_BYTES = 256 << 20
 # A process that sleeps is woken late, by 0.1 ms and more: where cores are plenty, look again and again for the length
 # of a round before going to sleep.
-SPIN_S = 0.05
+SPIN_S = 0.2
 SPIN_CORES = 8
 
 

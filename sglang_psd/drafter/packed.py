@@ -1,4 +1,4 @@
-"""What a request's sampling parameters mean for drawing drafts, packed once: a batch's are put side by side each round."""
+"""What sampling parameters mean for drawing drafts, packed once a request: a round puts a batch of them together."""
 
 from __future__ import annotations
 
