@@ -29,6 +29,10 @@ class UnsendableError(ProtocolError):
     """One message cannot go over the drafter channel; the channel itself is sound."""
 
 
+class ChannelDamagedError(ProtocolError):
+    """The drafter channel itself is of no use any more; both ends give it up."""
+
+
 class EndpointError(PSDError, OSError):
     """The drafter channel has no address, or one that others could reach."""
 

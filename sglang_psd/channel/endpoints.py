@@ -75,7 +75,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class PrivateEndpoint:
-    """Random IPC paths in a folder that only this user can enter; removed by ``cleanup``.
+    """Random paths (sockets, shared memory) in a folder that only this user can enter; removed by ``cleanup``.
 
     Raises
     ------
@@ -92,6 +92,7 @@ class PrivateEndpoint:
             ) from None
         self.path = os.path.join(self.folder, secrets.token_hex(8))
         self.pulse_path = os.path.join(self.folder, secrets.token_hex(8))
+        self.lanes_path = os.path.join(self.folder, secrets.token_hex(8))
         if len(os.fsencode(self.path)) > LONGEST_SOCKET_PATH:
             self.cleanup()
             raise EndpointError(

@@ -7,13 +7,13 @@ little-endian bytes; the wire never carries logits, tensors or pickles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
-import numpy as np
 
-from sglang_psd.channel.arrays import PROB, TOKEN, Count
+from sglang_psd.channel.arrays import PROB as PROB
+from sglang_psd.channel.arrays import TOKEN as TOKEN
+from sglang_psd.channel.arrays import Count
 from sglang_psd.channel.checks import check_open, check_proposals
 from sglang_psd.errors import ProtocolError
 
@@ -259,50 +259,3 @@ def _check_version(version: int) -> None:
             f"The drafter speaks schema {version}, this server {SCHEMA_VERSION}; "
             "install the same sglang-psd on both sides."
         )
-
-
-@dataclass(frozen=True)
-class DraftRow:
-    """Drafts of one request, as the scheduler keeps them until its next round.
-
-    Attributes
-    ----------
-    base_len : int
-        Committed length they continue.
-    tokens : ndarray, ``[count] int32``
-    law_ids, law_probs : ndarray or None, ``[count, top_m]``
-        The sparse law each token was drawn from; None means that the token was certain.
-    """
-
-    base_len: int
-    tokens: np.ndarray
-    law_ids: np.ndarray | None = None
-    law_probs: np.ndarray | None = None
-
-    def first(self, count: int) -> DraftRow:
-        """The chain cut to its first ``count`` tokens (views)."""
-        if count >= len(self.tokens):
-            return self
-        if self.law_ids is None or self.law_probs is None:
-            return DraftRow(self.base_len, self.tokens[:count])
-        return DraftRow(self.base_len, self.tokens[:count], self.law_ids[:count], self.law_probs[:count])
-
-
-def unpack_rows(message: Proposals) -> dict[str, DraftRow]:
-    """Split ``Proposals`` into one ``DraftRow`` per request id (views, no copies)."""
-    rows, steps, top_m = len(message.rids), message.num_steps, message.top_m
-    tokens = np.frombuffer(message.tokens, TOKEN).reshape(rows, steps)
-    shape = (len(message.sampled), steps, top_m)
-    ids = np.frombuffer(message.law_ids, TOKEN).reshape(shape)
-    probs = np.frombuffer(message.law_probs, PROB).reshape(shape)
-    law_of = {row: i for i, row in enumerate(message.sampled)}
-    unpacked = {}
-    for row, rid in enumerate(message.rids):
-        count, law = message.counts[row], law_of.get(row)
-        unpacked[rid] = DraftRow(
-            base_len=message.base_lens[row],
-            tokens=tokens[row, :count],
-            law_ids=None if law is None else ids[law, :count],
-            law_probs=None if law is None else probs[law, :count],
-        )
-    return unpacked

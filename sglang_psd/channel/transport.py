@@ -1,8 +1,11 @@
-"""A pair of ZMQ sockets; bounded on both sides, so that it can fill but not grow."""
+"""A pair of ZMQ sockets; bounded on both sides, so that it can fill but not grow.
+
+Two processes that spin for each other's messages get shared memory beside it (``wires.LaneWire``): the sockets' threads
+take a quarter of a millisecond to hand a message on, however eagerly it is awaited.
+"""
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -10,7 +13,9 @@ from collections.abc import Callable
 import zmq
 
 from sglang_psd.channel.endpoints import CurveKeys, check_endpoint
+from sglang_psd.channel.lanes import LaneFile
 from sglang_psd.channel.messages import Message, decode, encode
+from sglang_psd.channel.wires import LaneWire, SocketWire, Wire
 from sglang_psd.errors import ProtocolError, UnsendableError
 
 # Rounds in flight are few; a queue this long only fills when the peer is stuck.
@@ -18,7 +23,7 @@ QUEUE_MESSAGES = 4096
 MAX_MESSAGE_BYTES = 256 << 20
 # A process that sleeps is woken late, by 0.1 ms and more: where cores are plenty, look again and again for the length
 # of a round before going to sleep.
-SPIN_S = 0.05
+SPIN_S = 0.2
 SPIN_CORES = 8
 
 
@@ -40,15 +45,22 @@ class Channel:
         Needed for every address but ``ipc://`` and loopback.
     spin_s : float
         How long ``receive`` looks for a message before it sleeps.
+    lanes : str
+        File of shared memory that both ends use (``make_lanes``); empty: the sockets carry everything.
 
     Raises
     ------
     EndpointError
         Others could reach the address, and no key protects it.
+    ChannelDamagedError
+        ``lanes`` cannot be used. Also from ``send`` and ``receive``, which are of no use any more then.
     """
 
-    def __init__(self, endpoint: str, *, bind: bool, keys: CurveKeys | None = None, spin_s: float = 0.0):
+    def __init__(
+        self, endpoint: str, *, bind: bool, keys: CurveKeys | None = None, spin_s: float = 0.0, lanes: str = ""
+    ):
         check_endpoint(endpoint, keys)
+        mapped = LaneFile(lanes, bind=bind) if lanes else None
         self.endpoint = endpoint
         self.spin_s = spin_s
         self._context = zmq.Context()
@@ -65,6 +77,7 @@ class Channel:
             make_private(endpoint)
         else:
             self._socket.connect(endpoint)
+        self._wire: Wire = SocketWire(self._socket) if mapped is None else LaneWire(self._socket, mapped)
 
     def send(self, message: Message) -> None:
         """Queue a message; never blocks.
@@ -76,38 +89,30 @@ class Channel:
         UnsendableError
             It is too long, or holds what msgpack has no form for.
         """
-        try:
-            self._socket.send(_encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise ProtocolError("The drafter channel is full: the other side has stopped reading.") from None
+        if not self._wire.offer(_encode(message)):
+            raise ProtocolError("The drafter channel is full: the other side has stopped reading.")
 
     def send_patiently(self, message: Message, slice_s: float, worth_waiting: Callable[[], bool]) -> bool:
         """As ``send``, but wait for room in the queue for as long as ``worth_waiting()``; False when it gave up."""
         data = _encode(message)
-        while True:
-            try:
-                self._socket.send(data, zmq.NOBLOCK)
-                return True
-            except zmq.Again:
-                if not worth_waiting():
-                    return False
-                self._socket.poll(max(1, int(slice_s * 1e3)), zmq.POLLOUT)
+        while not self._wire.offer(data):
+            if not worth_waiting():
+                return False
+            self._wire.wait_for_room(slice_s)
+        return True
 
     def receive(self, timeout_s: float) -> Message | None:
         """Next message, or None when none came within ``timeout_s`` seconds."""
         started = time.monotonic()
         while True:
-            try:
-                return decode(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                waited = time.monotonic() - started
+            data = self._wire.take()
+            if data is not None:
+                return decode(data)
+            waited = time.monotonic() - started
             if waited >= timeout_s:
                 return None
             if waited >= self.spin_s:
-                break
-        if not self._socket.poll(max(1, math.ceil((timeout_s - waited) * 1e3))):
-            return None
-        return decode(self._socket.recv(zmq.NOBLOCK))
+                self._wire.sleep(timeout_s - waited)
 
     def receive_within(self, timeout_s: float, slice_s: float, alive: Callable[[], bool]) -> Message | None:
         """As ``receive``, but give up early once ``alive()`` turns false (checked every ``slice_s``)."""
@@ -121,6 +126,7 @@ class Channel:
     def close(self) -> None:
         """Close the socket; queued messages are dropped."""
         self._context.destroy(linger=0)
+        self._wire.close()
 
 
 def make_private(endpoint: str) -> None:

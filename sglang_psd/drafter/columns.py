@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from sglang_psd.drafter.packed import SAMPLED, SEEDED, unpack_sampling
 from sglang_psd.drafter.rows import Pooled
-
-GREEDY, SAMPLED, SEEDED = 0, 1, 2
 
 # Row of each quantity in the two packed arrays.
 _INTS = ("rows", "lens", "previous", "last", "kinds", "top_k", "seeds")
 _FLOATS = ("temperature", "top_p", "min_p")
-
-# Sampling asks for "no top-k" with numbers that need not fit into arithmetic with ranks.
-_MOST = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -35,8 +30,8 @@ class Columns:
     Attributes
     ----------
     ints : Tensor, ``[7, R] int64``
-        Row of the request table; committed length; last but one and last committed token; kind
-        (``GREEDY``, ``SAMPLED``, ``SEEDED``); top-k; seed.
+        Row of the request table; committed length; last but one and last committed token; kind, top-k and seed
+        (``packed``).
     floats : Tensor, ``[3, R] float32``
         Temperature, top-p, min-p.
     """
@@ -60,16 +55,14 @@ class Columns:
         ints, floats = self.ints.numpy(), self.floats.numpy()
         ints[:, count:], floats[:, count:] = 0, 1.0
         ints[1, count:] = 1
-        kinds = [kind_of(state) for state in states]
+        tokens = [state.tokens for state in states]
         ints[0, :count] = [state.pool_row for state in states]
-        ints[1, :count] = [len(state.tokens) for state in states]
-        ints[2, :count] = [state.tokens[-2] if len(state.tokens) > 1 else 0 for state in states]
-        ints[3, :count] = [state.tokens[-1] for state in states]
-        ints[4, :count] = kinds
-        ints[5, :count] = [min(state.sampling.top_k, _MOST) for state in states]
-        ints[6, :count] = np.array([state.sampling.seed or 0 for state in states], dtype=np.int64)
-        for i, name in enumerate(_FLOATS):
-            floats[i, :count] = [getattr(state.sampling, name) for state in states]
+        ints[1, :count] = [len(each) for each in tokens]
+        ints[2, :count] = [each[-2] if len(each) > 1 else 0 for each in tokens]
+        ints[3, :count] = [each[-1] for each in tokens]
+        constant, law = unpack_sampling([state.packed for state in states])
+        ints[4:, :count], floats[:, :count] = constant.T, law.T
+        kinds = constant[:, 0].tolist()
         return Kinds(SAMPLED in kinds, SEEDED in kinds)
 
     @property
@@ -121,10 +114,3 @@ class Columns:
     def min_p(self) -> torch.Tensor:
         """``[R, 1] float32``."""
         return self.floats[2].unsqueeze(1)
-
-
-def kind_of(state: Pooled) -> int:
-    """How a request's drafts are drawn."""
-    if state.sampling.greedy:
-        return GREEDY
-    return SAMPLED if state.sampling.seed is None else SEEDED

@@ -27,8 +27,8 @@ from sglang_psd.channel.messages import (
     Stats,
 )
 from sglang_psd.drafter.chain import CATCH_UP, HostChain
-from sglang_psd.drafter.columns import SAMPLED, kind_of
 from sglang_psd.drafter.model import DraftModel
+from sglang_psd.drafter.packed import SAMPLED, kind_of
 from sglang_psd.drafter.rows import DraftState, Pooled
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.errors import ProtocolError
@@ -187,22 +187,20 @@ class DraftEngine:
     ) -> Proposals:
         """Note which tokens now have KV, and build the message."""
         index = {state.rid: i for i, state in enumerate(ready)}
+        places = [index.get(row.rid, -1) for row in rows] if drafts is not None else [-1] * len(rows)
         tokens = np.zeros((len(rows), num_steps), TOKEN)
-        counts, sampled, picked = [0] * len(rows), [], []
+        sampled: list[int] = []
         law_ids, law_probs = np.zeros(0, TOKEN), np.zeros(0, PROB)
         if drafts is not None:
-            for i, row in enumerate(rows):
-                at = index.get(row.rid)
-                if at is None:
-                    continue
-                tokens[i], counts[i] = drafts.tokens[at], num_steps
-                ready[at].note_chain(drafts.tokens[at])
-                if kind_of(ready[at]) == SAMPLED:
-                    sampled.append(i)
-                    picked.append(at)
+            served = [i for i, at in enumerate(places) if at >= 0]
+            tokens[served] = drafts.tokens[[places[i] for i in served]]
+            for state, chain in zip(ready, drafts.tokens.tolist()):
+                state.note_chain(chain)
             if drafts.law_ids is not None and drafts.law_probs is not None:
-                law_ids = drafts.law_ids[picked].astype(TOKEN)
-                law_probs = drafts.law_probs[picked].astype(PROB)
+                sampled = [i for i in served if kind_of(ready[places[i]].sampling) == SAMPLED]
+                picked = [places[i] for i in sampled]
+                law_ids, law_probs = drafts.law_ids[picked].astype(TOKEN), drafts.law_probs[picked].astype(PROB)
+        counts = [num_steps if at >= 0 else 0 for at in places]
         self._rounds += 1
         self._drafted_tokens += sum(counts)
         return Proposals(

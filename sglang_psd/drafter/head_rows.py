@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_psd.channel.messages import Sampling
+from sglang_psd.drafter.packed import pack_sampling
 
 
 @dataclass(eq=False)
@@ -35,7 +36,7 @@ class HeadState:
         Those received and not fed, ``[n, feature_size]`` each.
     ahead : list of int
         Tokens gained with the last hidden states and not committed yet.
-    pool_row, num_slots : int
+    pool_row, num_slots, packed : int, int, bytes
         As in ``DraftState``.
     """
 
@@ -50,6 +51,10 @@ class HeadState:
     ahead: list[int] = field(default_factory=list)
     pool_row: int = -1
     num_slots: int = 0
+    packed: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.packed = pack_sampling(self.sampling)
 
     def commit(self, new_tokens: Sequence[int], base_len: int) -> bool:
         """Append committed tokens; False, changing nothing, when ``base_len`` says that a message was lost."""

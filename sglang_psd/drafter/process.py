@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from sglang_psd.channel.endpoints import PrivateEndpoint
+from sglang_psd.channel.lanes import make_lanes, supported
 from sglang_psd.channel.messages import SCHEMA_VERSION, Failure, Hello, Message, Shutdown
 from sglang_psd.channel.pulse import PulseReader
 from sglang_psd.channel.transport import Channel, spin_time
@@ -46,10 +47,13 @@ class DrafterProcess:
 
     def __init__(self, spec: DrafterSpec, environment: Mapping[str, str], standby: StandbyProcess | None = None):
         self._endpoint = PrivateEndpoint()
+        spin_s = spin_time(spec.device)
         self.spec = msgspec.structs.replace(
             spec,
             endpoint=self._endpoint.address,
             pulse_endpoint=self._endpoint.pulse_address,
+            lanes=self._make_lanes() if spin_s > 0 else "",
+            spin_s=spin_s,
             schema_version=SCHEMA_VERSION,
         )
         self.hello: Hello | None = None
@@ -63,9 +67,21 @@ class DrafterProcess:
             raise EndpointError(f"The drafter's sockets cannot be opened ({error}).") from None
         atexit.register(self.stop)
 
+    def _make_lanes(self) -> str:
+        """Shared memory for two processes that spin; where there can be none the sockets carry everything."""
+        try:
+            if supported():
+                make_lanes(self._endpoint.lanes_path)
+                return self._endpoint.lanes_path
+            reason = "This machine's processor does not order its stores as the drafter channel needs it."
+        except EndpointError as error:
+            reason = str(error)
+        logger.warning("PSD: %s Messages take a quarter of a millisecond longer.", reason)
+        return ""
+
     def _open_sockets(self) -> None:
         """The child connects whenever they are there."""
-        self.channel = Channel(self._endpoint.address, bind=True, spin_s=spin_time(self.spec.device))
+        self.channel = Channel(self._endpoint.address, bind=True, spin_s=self.spec.spin_s, lanes=self.spec.lanes)
         self.pulse = PulseReader(self._endpoint.pulse_address)
 
     def _spawn(self, environment: Mapping[str, str], standby: StandbyProcess | None) -> subprocess.Popen:

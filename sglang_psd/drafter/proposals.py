@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_psd.drafter.columns import SAMPLED, SEEDED, Columns, Kinds
+from sglang_psd.drafter.columns import Columns, Kinds
+from sglang_psd.drafter.packed import SAMPLED, SEEDED
 from sglang_psd.law import cut_law, draw_from
 from sglang_psd.noise import gumbel_argmax
 

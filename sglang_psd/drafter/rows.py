@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang_psd.channel.messages import Sampling
+from sglang_psd.drafter.packed import pack_sampling
 
 
 class Pooled(Protocol):
@@ -14,6 +15,7 @@ class Pooled(Protocol):
 
     rid: str
     sampling: Sampling
+    packed: bytes
     tokens: list[int]
     pool_row: int
     num_slots: int
@@ -42,6 +44,8 @@ class DraftState:
         Row of the request table; -1 while none is assigned.
     num_slots : int
         KV slots written into that row.
+    packed : bytes
+        ``sampling`` as a chain's columns take it (``pack_sampling``).
     """
 
     rid: str
@@ -50,6 +54,10 @@ class DraftState:
     fed: list[int] = field(default_factory=list)
     pool_row: int = -1
     num_slots: int = 0
+    packed: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.packed = pack_sampling(self.sampling)
 
     def commit(self, new_tokens: Sequence[int], base_len: int) -> bool:
         """Append committed tokens and drop KV that they contradict.
@@ -57,13 +65,14 @@ class DraftState:
         Returns False, changing nothing, when ``base_len`` says that a message was lost: the request is of no use
         until it is opened again. A row that came twice is taken once.
         """
-        if len(self.tokens) == base_len and self.tokens[base_len - len(new_tokens) :] == list(new_tokens):
+        known = len(self.tokens)
+        if known == base_len and self.tokens[base_len - len(new_tokens) :] == list(new_tokens):
             new_tokens = ()
-        if len(self.tokens) + len(new_tokens) != base_len:
+        if known + len(new_tokens) != base_len:
             return False
         self.tokens.extend(new_tokens)
         # A row taken before may have been drafted for: what was fed beyond it goes, too.
-        self._drop_contradicted(len(self.tokens) - len(new_tokens))
+        self._drop_contradicted(known)
         return True
 
     def _drop_contradicted(self, start: int) -> None:
@@ -71,11 +80,11 @@ class DraftState:
 
         The last committed token is always fed again: its logits start the next chain.
         """
-        agreed = min(start, len(self.fed))
-        limit = min(len(self.fed), len(self.tokens) - 1)
-        while agreed < limit and self.fed[agreed] == self.tokens[agreed]:
+        fed, tokens = self.fed, self.tokens
+        agreed, limit = min(start, len(fed)), min(len(fed), len(tokens) - 1)
+        while agreed < limit and fed[agreed] == tokens[agreed]:
             agreed += 1
-        del self.fed[min(agreed, limit) :]
+        del fed[min(agreed, limit) :]
 
     def forget_kv(self) -> None:
         """Nothing of this request stands in the pool any more."""
@@ -85,7 +94,7 @@ class DraftState:
     def note_chain(self, drafts: Sequence[int]) -> None:
         """Remember what a chain has fed: the committed tokens that were missing, and all drafts but the last."""
         self.fed.extend(self.tokens[len(self.fed) :])
-        self.fed.extend(int(token) for token in drafts[:-1])
+        self.fed.extend(drafts[:-1])
 
     def note_last(self, draft: int) -> None:
         """Remember that the last draft of the chain has been fed, too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -28,10 +29,10 @@ from sglang_psd.channel.messages import (
     Shutdown,
 )
 from sglang_psd.channel.pulse import PulseSender
-from sglang_psd.channel.transport import Channel, spin_time
+from sglang_psd.channel.transport import Channel
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.drafter.standby import await_spec, engine_module
-from sglang_psd.errors import ProtocolError
+from sglang_psd.errors import ChannelDamagedError, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,8 @@ class DrafterLoop:
         while len(self._inbox) < INBOX_MESSAGES:
             try:
                 message = self._channel.receive(timeout_s)
+            except ChannelDamagedError:
+                raise
             except ProtocolError as error:
                 self._refuse(error)
                 continue
@@ -129,14 +132,14 @@ class DrafterLoop:
         A row that a later round in the inbox overtakes is only committed: nobody waits for its drafts any more.
         """
         overtaken = {row.rid for _, later in self._inbox if isinstance(later, Round) for row in later.rows}
-        rows = []
-        for row in message.rows:
-            if row.rid in overtaken:
-                self._engine.commit(row)
-            else:
-                rows.append(row)
-        warm = [row for row in rows if not self._engine.backlog(row.rid)]
+        rows = message.rows
+        if overtaken:
+            for row in rows:
+                if row.rid in overtaken:
+                    self._engine.commit(row)
+            rows = [row for row in rows if row.rid not in overtaken]
         cold = [row for row in rows if self._engine.backlog(row.rid)]
+        warm = rows if not cold else [row for row in rows if not self._engine.backlog(row.rid)]
         for group in (warm, cold):
             if group:
                 self._send(self._engine.draft(message.round_id, group, message.num_steps, received_s))
@@ -163,8 +166,9 @@ def bind_life_to_parent(parent_pid: int) -> None:
 
 def _last_words(channel: Channel, error: BaseException) -> None:
     """Say why this process ends, if anybody listens."""
-    if channel.send_patiently(Failure(f"{type(error).__name__}: {error}", fatal=True), 0.1, lambda: False):
-        time.sleep(0.5)  # let the message leave before the socket goes
+    with contextlib.suppress(ChannelDamagedError):
+        if channel.send_patiently(Failure(f"{type(error).__name__}: {error}", fatal=True), 0.1, lambda: False):
+            time.sleep(0.5)  # let the message leave before the socket goes
 
 
 def _name_process(name: str) -> None:
@@ -187,7 +191,7 @@ def main(argv: list[str]) -> int:
         _name_process("sglang_psd::standby")
         spec = await_spec(spec)
     _name_process("sglang_psd::drafter")
-    channel = Channel(spec.endpoint, bind=False, spin_s=spin_time(spec.device))
+    channel = Channel(spec.endpoint, bind=False, spin_s=spec.spin_s, lanes=spec.lanes)
     PulseSender(spec.pulse_endpoint)
     try:
         if spec.schema_version != SCHEMA_VERSION:

@@ -38,6 +38,10 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ----------
     endpoint, pulse_endpoint : str
         ZMQ addresses to connect to: for messages, and for the sign of life.
+    lanes : str
+        File of shared memory beside the endpoint; empty when there is none.
+    spin_s : float
+        How long to look for a message before sleeping.
     schema_version : int
         Of the scheduler's messages.
     parent_pid : int
@@ -94,6 +98,8 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deterministic: bool = False
     integrity_checks: bool = False
     pulse_endpoint: str = ""
+    lanes: str = ""
+    spin_s: float = 0.0
     schema_version: int = 0
     head: HeadSpec | None = None
     log_level: str = "info"

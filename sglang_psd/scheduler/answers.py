@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from sglang_psd.channel.messages import DraftRow, RoundRow
+from sglang_psd.channel.draft_rows import DraftBatch, DraftRow, ProposalTable
+from sglang_psd.channel.messages import RoundRow
 
 
 @dataclass(frozen=True)
@@ -21,23 +22,38 @@ class DraftAnswer:
     finished_s: float
 
 
+@dataclass(eq=False)
+class Arrival:
+    """One message with drafts; ``picks`` are those that a verify takes: place in its batch, row here, most drafts."""
+
+    table: ProposalTable
+    answer: DraftAnswer
+    picks: list[tuple[int, int, int]] = field(default_factory=list)
+
+
 @dataclass
 class Taken:
-    """Drafts for one verify.
+    """Drafts for one verify; ``late`` counts requests whose drafts were asked for and did not come in time."""
 
-    ``rows[i]`` is None where there are none; ``late`` counts rows that were asked for and did not come in time.
-    """
-
-    rows: list[DraftRow | None]
+    drafts: DraftBatch
     late: int = 0
     wait_s: float = 0.0
     draft_start_s: float | None = None
     draft_end_s: float | None = None
 
-    def add(self, index: int, row: DraftRow, answer: DraftAnswer) -> None:
-        """Note drafts for request ``index`` and when they were made."""
-        self.rows[index] = row
-        start, end = self.draft_start_s, self.draft_end_s
+    @property
+    def rows(self) -> list[DraftRow | None]:
+        """The drafts request by request; None where there are none."""
+        return [self.drafts.row(i) for i in range(len(self.drafts))]
+
+    def add(self, arrival: Arrival) -> None:
+        """Take a message's picks over, and note when they were made."""
+        places, rows, limits = zip(*arrival.picks)
+        arrival.picks = []
+        self.drafts.put(places, arrival.table, rows, limits)
+        if not self.drafts.counts[list(places)].any():
+            return
+        answer, start, end = arrival.answer, self.draft_start_s, self.draft_end_s
         self.draft_start_s = answer.started_s if start is None else min(start, answer.started_s)
         self.draft_end_s = answer.finished_s if end is None else max(end, answer.finished_s)
 
@@ -47,5 +63,7 @@ def without_twins(rows: Sequence[RoundRow]) -> tuple[list[RoundRow], list[str]]:
 
     Two live requests under one id cannot be told apart by the drafter: neither is drafted.
     """
+    if len({row.rid for row in rows}) == len(rows):
+        return list(rows), []
     counts = Counter(row.rid for row in rows)
     return [row for row in rows if counts[row.rid] == 1], sorted(rid for rid in counts if counts[rid] > 1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_psd.channel.messages import RoundRow, Sampling
+from sglang_psd.scheduler.stops import may_end_with
 from sglang_psd.target.requests import is_greedy, seed_of
 
 if TYPE_CHECKING:
@@ -34,3 +35,21 @@ def commit_row(req: Req, new_tokens: Sequence[int], *, counted: bool) -> RoundRo
     """Row that reports ``new_tokens``; ``counted`` says whether ``output_ids`` holds them already."""
     base_len = sequence_len(req) + (0 if counted else len(new_tokens))
     return RoundRow(req.rid, base_len, list(new_tokens))
+
+
+def certain_rows(
+    reqs: Sequence[Req], tokens: Sequence[list[int]], is_open: Callable[[str], bool], *, may_stop: bool
+) -> list[RoundRow]:
+    """Rows of those requests that certainly go on after the tokens they gain; ``output_ids`` does not hold them yet.
+
+    The drafter waits for this message: ``may_stop`` false says that no token ends anything, and none is looked at.
+    """
+    rows = []
+    for req, gained in zip(reqs, tokens):
+        made, count = len(req.output_ids), len(gained)
+        goes_on = count and req.finished_reason is None and req.to_finish is None
+        if not goes_on or made + count >= req.sampling_params.max_new_tokens or not is_open(req.rid):
+            continue
+        if not may_stop or not may_end_with(req, gained):
+            rows.append(RoundRow(req.rid, len(req.origin_input_ids) + made + count, gained))
+    return rows

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.utils import broadcast_pyobj
 
+from sglang_psd.channel.draft_rows import DraftBatch
 from sglang_psd.scheduler.answers import DraftAnswer, Taken
-from sglang_psd.scheduler.commits import commit_row, sequence_len, wire_sampling
+from sglang_psd.scheduler.commits import certain_rows, commit_row, sequence_len, wire_sampling
 from sglang_psd.scheduler.drafts import DraftClient
 from sglang_psd.scheduler.handoff import FeatureSender, Wanted
 from sglang_psd.scheduler.slot import InFlight
-from sglang_psd.scheduler.stops import end_of_text, may_end_with, remaining_tokens, settled_len
+from sglang_psd.scheduler.stops import end_of_text, remaining_tokens, settled_len
 from sglang_psd.scheduler.vitals import Vitals
 from sglang_psd.target.requests import default_seed, needs_plain_step
 
@@ -32,6 +33,7 @@ class DraftingMixin(_Base):
     psd_client: DraftClient | None
     psd_process: DrafterProcess | None
     psd_handoff: FeatureSender | None = None
+    _psd_answers: list[DraftAnswer]
 
     def _psd_adopt(self, process: DrafterProcess) -> None:
         """Draft with ``process``, which is ready, from now on."""
@@ -42,7 +44,7 @@ class DraftingMixin(_Base):
         vitals = Vitals(
             self.psd.draft_timeout_s, self.psd.hung_after_s, self.psd.start_timeout_s, process.pulse.silence_s
         )
-        self.psd_client = DraftClient(process, steps, process.spec.vocab_limit, vitals, self._psd_on_answer)
+        self.psd_client = DraftClient(process, steps, process.spec.vocab_limit, vitals, self._psd_answers.append)
         self.psd_handoff = None
         if process.hello.mailbox is not None:
             self.psd_handoff = FeatureSender(process.hello.mailbox, self.psd_device.index, self.psd_client.tell)
@@ -80,13 +82,16 @@ class DraftingMixin(_Base):
         if self.ps.tp_size > 1:
             shared = broadcast_pyobj([taken], self.tp_group.rank, self.tp_cpu_group, src=self.tp_group.ranks[0])
             taken = shared[0]
-        return taken if taken is not None else Taken(rows=[None] * len(reqs))
+        return (
+            taken if taken is not None else Taken(DraftBatch.empty(len(reqs), self.server_args.speculative_num_steps))
+        )
 
     def _psd_settle(self, flight: InFlight) -> None:
         """Fill ``flight.tokens``; cut accepted runs where the plain server would have stopped."""
-        flight.tokens = self._psd_new_tokens(flight)
+        flight.tokens, flight.may_end = self._psd_new_tokens(flight)
         if flight.taken is None:
             self._psd_settle_calls(flight)
+        if flight.taken is None or not flight.may_end:
             return
         # A view: SGLang reads the same memory.
         reqs, lengths = flight.batch.reqs, flight.result.accept_lens.numpy()
@@ -138,13 +143,10 @@ class DraftingMixin(_Base):
         client = self.psd_client
         if client is None or not client.usable:
             return time.monotonic()
-        rows = []
-        for req, tokens in zip(flight.batch.reqs, flight.tokens):
-            certain = tokens and not req.finished() and not may_end_with(req, tokens)
-            if certain and client.is_open(req.rid):
-                rows.append(commit_row(req, tokens, counted=False))
-                flight.committed.add(req.rid)
-        return client.commit(rows)
+        rows = certain_rows(flight.batch.reqs, flight.tokens, client.is_open, may_stop=flight.may_end)
+        commit_s = client.commit(rows)
+        flight.committed = {row.rid for row in rows}
+        return commit_s
 
     def _psd_commit_rest(self, flight: InFlight) -> None:
         """Close what has ended; commit what looked like ending and did not."""
@@ -163,18 +165,23 @@ class DraftingMixin(_Base):
         ]
         client.commit(rows)
 
-    def _psd_new_tokens(self, flight: InFlight) -> list[list[int]]:
-        """Tokens each request of a finished forward gains, before SGLang's book-keeping."""
+    def _psd_new_tokens(self, flight: InFlight) -> tuple[list[list[int]], bool]:
+        """Tokens each request of a finished forward gains, before SGLang's book-keeping; whether any may end one."""
         result, batch = flight.result, flight.batch
         ids = result.next_token_ids.tolist()
+        may_end = flight.ends.possible(ids)
         if flight.taken is None:
-            return [[] if req.inflight_middle_chunks > 0 else [token] for req, token in zip(batch.reqs, ids)]
+            return [[] if req.inflight_middle_chunks > 0 else [token] for req, token in zip(batch.reqs, ids)], may_end
         stride = result.speculative_num_draft_tokens
         lengths = result.accept_lens.tolist()
-        return [ids[i * stride : i * stride + length] for i, length in enumerate(lengths)]
+        starts = range(0, len(ids), stride)
+        return [ids[start : start + length] for start, length in zip(starts, lengths)], may_end
 
-    def _psd_on_answer(self, answer: DraftAnswer) -> None:
-        self.psd_stats.add_draft(answer.sent_s, answer.started_s, answer.finished_s)
-        if self.psd_trace is not None:
-            span = (answer.started_s, answer.finished_s)
-            self.psd_trace.write_draft(answer.round_id, answer.rids, answer.sent_s, answer.received_s, span)
+    def _psd_tell_answers(self) -> None:
+        """Statistics and trace of what the drafter has answered: not while a launch waits for it."""
+        for answer in self._psd_answers:
+            self.psd_stats.add_draft(answer.sent_s, answer.started_s, answer.finished_s)
+            if self.psd_trace is not None:
+                span = (answer.started_s, answer.finished_s)
+                self.psd_trace.write_draft(answer.round_id, answer.rids, answer.sent_s, answer.received_s, span)
+        self._psd_answers.clear()

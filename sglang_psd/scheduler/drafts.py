@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import numpy as np
 
 from sglang_psd.channel.checks import check_open
+from sglang_psd.channel.draft_rows import DraftBatch, ProposalTable
 from sglang_psd.channel.messages import (
     TOKEN,
     Close,
     Credit,
-    DraftRow,
     Failure,
     Features,
     Load,
@@ -31,11 +32,10 @@ from sglang_psd.channel.messages import (
     RoundRow,
     Sampling,
     Stats,
-    unpack_rows,
 )
 from sglang_psd.drafter.process import ALIVE_SLICE_S, DrafterProcess
 from sglang_psd.errors import ProtocolError
-from sglang_psd.scheduler.answers import DraftAnswer, Taken, without_twins
+from sglang_psd.scheduler.answers import Arrival, DraftAnswer, Taken, without_twins
 from sglang_psd.scheduler.link import DrafterLink
 from sglang_psd.scheduler.vitals import Vitals
 
@@ -76,7 +76,7 @@ class DraftClient:
         self._on_answer = on_answer
         self._open: set[str] = set()
         self._asked: dict[str, int] = {}  # rid -> base_len of the proposals on their way
-        self._arrived: dict[str, tuple[DraftRow, DraftAnswer]] = {}
+        self._arrived: dict[str, tuple[Arrival, int]] = {}  # rid -> its row of a message
         self._sent_s: dict[int, float] = {}
         self._next_round = 0
         self.stats: Stats | None = None
@@ -129,15 +129,15 @@ class DraftClient:
     def commit(self, rows: Sequence[RoundRow]) -> float:
         """Report committed tokens and ask for the next drafts. Returns when it was sent (seconds)."""
         now = time.monotonic()
-        foreign = [row.rid for row in rows if max(row.new_tokens, default=0) >= self._vocab_limit]
-        self.close(foreign)
+        if max(chain.from_iterable([row.new_tokens for row in rows]), default=0) >= self._vocab_limit:
+            self.close([row.rid for row in rows if max(row.new_tokens, default=0) >= self._vocab_limit])
         rows, twins = without_twins([row for row in rows if row.rid in self._open])
         self.close(twins)
         if not rows:
             return now
         round_id = self._next_round
         self._next_round += 1
-        if self._send(Round(round_id, list(rows), self._num_steps)):
+        if self._send(Round(round_id, rows, self._num_steps)):
             self._sent_s[round_id] = now
             self._sent_s.pop(round_id - KEPT_ROUNDS, None)
             for row in rows:
@@ -196,26 +196,36 @@ class DraftClient:
         expected = {item[0] for item in wanted if item is not None and self._asked.get(item[0]) == item[1]}
         if expected:
             self._wait_for(expected, started + self._vitals.patience_s, watch)
-        taken = Taken(rows=[None] * len(wanted), wait_s=time.monotonic() - started)
-        for i, item in enumerate(wanted):
-            if item is not None and item[0] in expected:
-                self._pick(taken, i, *item)
+        wait_s = time.monotonic() - started
+        taken = self._gather(wanted, expected)
+        taken.wait_s = wait_s
         if taken.late and self.usable and self._vitals.waited_in_vain():
             logger.warning(
                 "PSD: the drafter did not answer within %.1f s; rounds run without drafts until it does.", taken.wait_s
             )
         return taken
 
-    def _pick(self, taken: Taken, index: int, rid: str, base_len: int, limit: int) -> None:
-        asked = self._asked.pop(rid, None)
-        found = self._arrived.pop(rid, None)
-        if found is None:
-            taken.late += asked is not None
-            return
-        row, answer = found
-        if row.base_len != base_len or not len(row.tokens) or limit < 1:
-            return
-        taken.add(index, row.first(limit), answer)
+    def _gather(self, wanted: Sequence[tuple[str, int, int] | None], expected: set[str]) -> Taken:
+        """Take what has arrived out of its messages, all requests of a message at once."""
+        taken = Taken(DraftBatch.empty(len(wanted), self._num_steps))
+        arrivals: list[Arrival] = []
+        for place, item in enumerate(wanted):
+            if item is None or item[0] not in expected:
+                continue
+            rid, base_len, limit = item
+            asked, found = self._asked.pop(rid, None), self._arrived.pop(rid, None)
+            if found is None:
+                taken.late += asked is not None
+                continue
+            arrival, row = found
+            if limit < 1 or arrival.table.base_lens[row] != base_len:
+                continue
+            if not arrival.picks:
+                arrivals.append(arrival)
+            arrival.picks.append((place, row, limit))
+        for arrival in arrivals:
+            taken.add(arrival)
+        return taken
 
     def poll(self) -> None:
         """Read what has arrived without waiting."""
@@ -288,23 +298,28 @@ class DraftClient:
                 self._fail(message.message)
             else:
                 logger.warning("PSD: the drafter reports: %s", message.message)
+        elif message is None and not self.usable:
+            self._clear()
         return message is not None
 
     def _accept(self, message: Proposals) -> None:
         received_s = time.monotonic()
         sent_s = self._sent_s.get(message.round_id, message.received_s)
         answer = DraftAnswer(message.round_id, message.rids, sent_s, received_s, message.started_s, message.finished_s)
-        useful = False
-        for rid, row in unpack_rows(message).items():
-            if self._asked.get(rid) == row.base_len:
-                self._arrived[rid], useful = (row, answer), True
+        arrival, asked = Arrival(ProposalTable(message), answer), self._asked
+        fits = {
+            rid: (arrival, row)
+            for row, (rid, base_len) in enumerate(zip(message.rids, message.base_lens))
+            if asked.get(rid) == base_len
+        }
+        self._arrived.update(fits)
         for index in message.unknown:
             rid = message.rids[index]
             if self._asked.get(rid) == message.base_lens[index] and rid in self._open:
                 # No longer open: ``DraftingMixin._psd_open`` hands it over again, with all its tokens.
                 self._open.discard(rid)
                 self.reopened += 1
-        self._vitals.answered(received_s - sent_s, useful)
+        self._vitals.answered(received_s - sent_s, bool(fits))
         self._on_answer(answer)
 
     def _forget(self, rid: str) -> None:

@@ -7,7 +7,7 @@ import logging
 from sglang_psd.channel.checks import check_contents
 from sglang_psd.channel.messages import Message, Proposals
 from sglang_psd.drafter.process import DrafterProcess
-from sglang_psd.errors import ProtocolError, UnsendableError
+from sglang_psd.errors import ChannelDamagedError, ProtocolError, UnsendableError
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,9 @@ class DrafterLink:
                 if isinstance(message, Proposals):
                     check_contents(message, self._num_steps, self._vocab_limit)
                 return message
+            except ChannelDamagedError as error:
+                self.fail(str(error))
+                return None
             except ProtocolError as error:
                 logger.warning("PSD: %s", error)
                 timeout_s = 0.0

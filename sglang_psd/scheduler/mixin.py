@@ -35,6 +35,7 @@ from sglang_psd.scheduler.recovery import RecoveryMixin
 from sglang_psd.scheduler.refusals import RefusalsMixin
 from sglang_psd.scheduler.slot import EmptyView, InFlight, Slot, UnionView
 from sglang_psd.scheduler.slots import next_turn
+from sglang_psd.scheduler.stops import ChunkEnds
 from sglang_psd.scheduler.timing import ForwardTimer
 from sglang_psd.target.requests import drop_stock_penalties
 from sglang_psd.target.workspace import reserve_workspace
@@ -43,7 +44,7 @@ from sglang_psd.telemetry.trace import TraceWriter
 from sglang_psd.transfer import to_device
 
 if TYPE_CHECKING:
-    from sglang_psd.channel.messages import DraftRow
+    from sglang_psd.channel.draft_rows import DraftBatch
     from sglang_psd.drafter.process import DrafterProcess
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
         self.psd_stats = PSDStats()
         self.psd_turn = 0
         self._psd_preempted = []
+        self._psd_answers = []
         self._psd_refused = {}
         process = self._psd_spawn_drafter() if self.ps.tp_rank == 0 else None
         super().init_model_worker()
@@ -212,6 +214,9 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
             self.draft_worker.stage(lambda: self._psd_fetch(slot, batch, flight))
         flight.result = self.run_batch(batch)
         self.psd_timer.stop(flight.timer)
+        # While the device works.
+        self._psd_tell_answers()
+        flight.ends = ChunkEnds.of(batch.reqs)
         flight.batch = batch.copy()
         flight.features = self.draft_worker.take_features()
         flight.calls = self.draft_worker.take_calls()
@@ -222,10 +227,10 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
             if other is not slot and other.last is not None and other.last.chunked_req in batch.reqs:
                 other.last.filter_batch(chunked_req_to_exclude=other.last.chunked_req)
 
-    def _psd_fetch(self, slot: Slot, batch: ScheduleBatch, flight: InFlight) -> list[DraftRow | None]:
+    def _psd_fetch(self, slot: Slot, batch: ScheduleBatch, flight: InFlight) -> DraftBatch:
         flight.taken = self._psd_take(batch.reqs, watch=lambda: self._psd_collect_ready(slot))
         self._psd_begin(flight)
-        return flight.taken.rows
+        return flight.taken.drafts
 
     def _psd_begin(self, flight: InFlight) -> None:
         flight.launch_s = time.monotonic()
@@ -241,9 +246,9 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
             flight.result.copy_done.synchronize()
         flight.result_s = time.monotonic()
         self._psd_settle(flight)
-        flight.lengths_before = {req.rid: len(req.output_ids) for req in flight.batch.reqs}
         self._psd_hand_over(flight)
         flight.commit_s = self._psd_commit_early(flight)
+        flight.lengths_before = {req.rid: len(req.output_ids) for req in flight.batch.reqs}
 
     def _psd_collect_ready(self, slot: Slot) -> bool:
         """Collect what is over in the other slots, so that the drafter need not wait for this slot's launch.
@@ -277,6 +282,7 @@ class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, Oversight
         self._psd_record(slot, flight)
 
     def _psd_rest(self) -> None:
+        self._psd_tell_answers()
         self.psd_stats.pause()
         if self.psd_trace is not None:
             self.psd_trace.flush()

@@ -27,7 +27,7 @@ class RecordsMixin(_Base):
                 tokens = flight.batch.extend_num_tokens or 0
                 self.psd_trace.write_prefill(slot.index, rids, tokens, start_s, end_s)
             return
-        rows = [row for row in flight.taken.rows if row is not None]
+        counts = flight.taken.drafts.counts
         lengths = flight.result.accept_lens.tolist()
         record = RoundRecord(
             slot=slot.index,
@@ -35,10 +35,10 @@ class RecordsMixin(_Base):
             sizes=flight.sizes,
             rids=rids,
             num_steps=self.server_args.speculative_num_steps,
-            verified=sum(len(row.tokens) for row in rows),
+            verified=int(counts.sum()),
             accepted=sum(lengths) - len(lengths),
             emitted=sum(lengths),
-            rows_with_drafts=len(rows),
+            rows_with_drafts=int((counts > 0).sum()),
             late_rows=flight.taken.late,
             wait_s=flight.taken.wait_s,
             launch_s=flight.launch_s,
@@ -70,6 +70,7 @@ class RecordsMixin(_Base):
         """Mode, slots, figures and drafter, as ``/server_info`` shows them."""
         self._psd_supervise()  # what is reported is what is so now, and of one moment
         client, process = self.psd_client, self.psd_process
+        self._psd_tell_answers()
         drafting = client is not None and client.drafting
         report: dict[str, Any] = {
             "mode": self.psd.mode if drafting else "off",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
 
     from sglang_psd.scheduler.answers import Taken
+    from sglang_psd.scheduler.stops import ChunkEnds
     from sglang_psd.target.hidden_states import TargetFeatures
     from sglang_psd.target.processors import ChunkCalls
 
@@ -26,6 +27,8 @@ class InFlight:
     batch : ScheduleBatch
         Copy of the batch as launched.
     result : GenerationBatchResult
+    ends : ChunkEnds
+        What its chunks may end with.
     launch_s : float
         ``time.monotonic`` when everything was there, drafts included.
     taken : Taken or None
@@ -38,6 +41,8 @@ class InFlight:
         When that happened.
     tokens : list of list of int
         What each request gains.
+    may_end : bool
+        Whether one of them may end its request before its length does.
     lengths_before : dict of str to int
         Output length of each request before these tokens.
     committed : set of str
@@ -51,6 +56,7 @@ class InFlight:
     sizes: tuple[int, ...]
     batch: ScheduleBatch = field(init=False)
     result: GenerationBatchResult = field(init=False)
+    ends: ChunkEnds = field(init=False)
     launch_s: float = 0.0
     taken: Taken | None = None
     timer: Any = None
@@ -59,6 +65,7 @@ class InFlight:
     commit_s: float = 0.0
     lengths_before: dict[str, int] = field(default_factory=dict)
     tokens: list[list[int]] = field(default_factory=list)
+    may_end: bool = True
     committed: set[str] = field(default_factory=set)
     features: TargetFeatures | None = None
     calls: ChunkCalls | None = None

@@ -8,6 +8,7 @@ speculation would have ended. Nothing behind the end ever reaches output, usage 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,6 +42,34 @@ def stop_tokens(req: Req) -> set[int]:
         stops.update(getattr(req.tokenizer, "additional_stop_token_ids", None) or ())
     setattr(req, _STOPS, stops)
     return stops
+
+
+@dataclass(frozen=True)
+class ChunkEnds:
+    """What the chunks of a batch may end with besides their length; known before they are there.
+
+    Most chunks hold no token that ends anything: one look at all tokens of the batch then replaces one at each request.
+
+    Attributes
+    ----------
+    stops : frozenset of int
+        Stop tokens of all requests together.
+    others : bool
+        Whether a request has a grammar, stop strings or patterns, or a custom logit processor, which may fail.
+    """
+
+    stops: frozenset[int]
+    others: bool
+
+    @classmethod
+    def of(cls, reqs: Sequence[Req]) -> ChunkEnds:
+        """Those of the given requests."""
+        others = any(req.grammar is not None or wants_text(req) or req.custom_logit_processor for req in reqs)
+        return cls(frozenset().union(*map(stop_tokens, reqs)), others)
+
+    def possible(self, tokens: Sequence[int]) -> bool:
+        """Whether a chunk made of any of ``tokens`` may end before its last one."""
+        return self.others or not self.stops.isdisjoint(tokens)
 
 
 def may_end_with(req: Req, new_tokens: Sequence[int]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -37,14 +37,14 @@ class StagedDrafts:
     """Drafts of one batch on the device.
 
     ``verified`` ``[B, K + 1] int64`` is what the target verifies: the token that the drafts continue, then the drafts,
-    ``count`` ``[B] int64`` of them real; laws as in ``VerifyRows``. ``chain`` is ``verified`` on the host, ``on_host``
-    the real drafts of each request.
+    ``count`` ``[B] int64`` of them real; laws as in ``VerifyRows``. ``chain`` and ``host_count`` are the first two
+    on the host.
     """
 
     verified: torch.Tensor
     count: torch.Tensor
     chain: torch.Tensor
-    on_host: Sequence[Any]
+    host_count: Sequence[int]
     law_ids: torch.Tensor | None
     law_probs: torch.Tensor | None
 
@@ -52,6 +52,10 @@ class StagedDrafts:
     def tokens(self) -> torch.Tensor:
         """The drafts, ``[B, K] int64``."""
         return self.verified[:, 1:]
+
+    def on_host(self) -> list[list[int]]:
+        """The real drafts of each request."""
+        return [row[1 : 1 + count] for row, count in zip(self.chain.tolist(), self.host_count)]
 
 
 class ChunkSampler:
@@ -97,7 +101,7 @@ class ChunkSampler:
         if info.logit_bias is not None:
             logits.add_(info.logit_bias.unsqueeze(1))  # the same at every position
         if info.has_custom_logit_processor:
-            self._calls = process_chunk(reqs, info, logits, drafts.on_host)
+            self._calls = process_chunk(reqs, info, logits, drafts.on_host())
         filters = self._filters(reqs, info)
         uniforms = torch.from_numpy(self._random.random((len(reqs), chunk), dtype=np.float32))
         rows = VerifyRows(

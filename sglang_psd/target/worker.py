@@ -8,16 +8,15 @@ for the device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_psd.channel.messages import DraftRow
+from sglang_psd.channel.draft_rows import DraftBatch
 from sglang_psd.draft_method import head_of
 from sglang_psd.hooks import verify_applied
 from sglang_psd.target.hidden_states import TargetFeatures, capture_layers, keep_features
@@ -65,7 +64,7 @@ class PSDWorker(BaseSpecWorker):
         self._sampler = ChunkSampler(server_args)
         self._simulated = SimulatedAcceptance.from_environment(self.chunk, server_args.random_seed)
         self._plans = HostPlans(self.model_runner, self.chunk)
-        self._fetch: Callable[[], Sequence[DraftRow | None]] | None = None
+        self._fetch: Callable[[], DraftBatch] | None = None
         self._head = head_of(server_args)
         self._features: TargetFeatures | None = None
         # Set by the scheduler: takes a path, returns why the draft model keeps its weights.
@@ -113,7 +112,7 @@ class PSDWorker(BaseSpecWorker):
             allocator.free(pool.req_to_token[req.req_pool_idx, start : req.kv.kv_allocated_len].to(torch.int64))
         req.kv.kv_allocated_len = min(req.kv.kv_allocated_len, req.kv_committed_len)
 
-    def stage(self, fetch: Callable[[], Sequence[DraftRow | None]]) -> None:
+    def stage(self, fetch: Callable[[], DraftBatch]) -> None:
         """Say where the drafts of the next verify come from, one entry per request of its batch.
 
         ``fetch`` may wait for the drafter: it is called when all else is ready for the launch.
@@ -204,50 +203,27 @@ class PSDWorker(BaseSpecWorker):
 
     def _fetch_drafts(self, batch: ScheduleBatch) -> StagedDrafts:
         """Wait for the drafts and bring them to the device in one copy."""
-        reqs, steps = batch.reqs, self.num_steps
-        fetch, self._fetch = self._fetch, None
-        staged: list[DraftRow | None] = list(fetch()) if fetch is not None else [None] * len(reqs)
-        if len(staged) != len(reqs):
-            raise AssertionError(f"{len(staged)} draft rows were staged for {len(reqs)} requests")
-        host = np.zeros((len(reqs), steps + 2), dtype=np.int64)  # last token, drafts, number of drafts
-        for i, (req, row) in enumerate(zip(reqs, staged)):
-            host[i, 0] = req.output_ids[-1]
-            if row is not None and len(row.tokens):
-                host[i, 1 : 1 + len(row.tokens)] = row.tokens
-                host[i, -1] = len(row.tokens)
-        packed = to_device(torch.from_numpy(host), self.device)
-        chain = torch.from_numpy(host)[:, : self.chunk]
-        on_host = [() if row is None else row.tokens for row in staged]
-        return StagedDrafts(packed[:, : self.chunk], packed[:, -1], chain, on_host, *self._stage_laws(staged))
+        reqs, fetch = batch.reqs, self._fetch
+        self._fetch = None
+        # Last token, drafts, number of drafts; all that need not wait is done before.
+        host = torch.zeros(len(reqs), self.num_steps + 2, dtype=torch.int64, pin_memory=self.device != "cpu")
+        table = host.numpy()
+        table[:, 0] = [req.output_ids[-1] for req in reqs]
+        drafts = fetch() if fetch is not None else DraftBatch.empty(len(reqs), self.num_steps)
+        if len(drafts) != len(reqs):
+            raise AssertionError(f"{len(drafts)} draft rows were staged for {len(reqs)} requests")
+        table[:, 1 : self.chunk], table[:, -1] = drafts.tokens, drafts.counts
+        packed = host.to(self.device, non_blocking=True)
+        chain, laws = host[:, : self.chunk], self._stage_laws(drafts)
+        return StagedDrafts(packed[:, : self.chunk], packed[:, -1], chain, drafts.counts.tolist(), *laws)
 
-    def _stage_laws(self, staged: list[DraftRow | None]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if not any(row is not None and row.law_ids is not None for row in staged):
+    def _stage_laws(self, drafts: DraftBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        laws = drafts.laws()
+        if laws is None:
             return None, None
-        ids, probs = _pack_laws(staged, self.num_steps)
-        return to_device(torch.from_numpy(ids), self.device), to_device(torch.from_numpy(probs), self.device)
+        return to_device(torch.from_numpy(laws[0]), self.device), to_device(torch.from_numpy(laws[1]), self.device)
 
     def _no_drafts(self, batch_size: int) -> StagedDrafts:
         empty = torch.empty(batch_size, 1, dtype=torch.int64, device=self.device)
         none = torch.zeros(batch_size, dtype=torch.int64, device=self.device)
-        on_host: list[Sequence[int]] = [()] * batch_size
-        return StagedDrafts(empty, none, torch.zeros(batch_size, 1, dtype=torch.int64), on_host, None, None)
-
-
-def _pack_laws(staged: list[DraftRow | None], num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sparse laws of a batch, ``[B, K, M]`` int64 ids and float32 probabilities.
-
-    A row that came without a law proposed its tokens with certainty.
-    """
-    width = max(row.law_ids.shape[1] for row in staged if row is not None and row.law_ids is not None)
-    ids = np.zeros((len(staged), num_steps, width), dtype=np.int64)
-    probs = np.zeros((len(staged), num_steps, width), dtype=np.float32)
-    for i, row in enumerate(staged):
-        if row is None or not len(row.tokens):
-            continue
-        count = len(row.tokens)
-        if row.law_ids is None or row.law_probs is None:
-            ids[i, :count, 0], probs[i, :count, 0] = row.tokens, 1.0
-        else:
-            ids[i, :count, : row.law_ids.shape[1]] = row.law_ids
-            probs[i, :count, : row.law_probs.shape[1]] = row.law_probs
-    return ids, probs
+        return StagedDrafts(empty, none, torch.zeros(batch_size, 1, dtype=torch.int64), [0] * batch_size, None, None)

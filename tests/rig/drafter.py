@@ -75,7 +75,8 @@ class ForkedDrafter(DrafterProcess):
 
     def _spawn(self, environment, standby):
         if self._front is not None:
-            self.spec = msgspec.structs.replace(self.spec, endpoint=self._front.address)
+            # What the proxy is to see must not pass beside it.
+            self.spec = msgspec.structs.replace(self.spec, endpoint=self._front.address, lanes="")
         waits, self._go = os.pipe()
         pid = os.fork()
         if pid == 0:

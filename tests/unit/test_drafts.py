@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_psd.channel import messages as m
+from sglang_psd.channel.draft_rows import DraftRow
 from sglang_psd.errors import ProtocolError
 from sglang_psd.scheduler import vitals
 from sglang_psd.scheduler.answers import DraftAnswer
@@ -98,7 +99,7 @@ class Bench:
         )
 
 
-def tokens_of(row: m.DraftRow | None) -> list[int] | None:
+def tokens_of(row: DraftRow | None) -> list[int] | None:
     return None if row is None else row.tokens.tolist()
 
 

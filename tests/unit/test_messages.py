@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_psd.channel import messages as m
+from sglang_psd.channel.draft_rows import DraftBatch, DraftRow, ProposalTable
 from sglang_psd.channel.endpoints import PrivateEndpoint
 from sglang_psd.channel.transport import Channel
 from sglang_psd.errors import ProtocolError, UnsendableError
@@ -67,11 +68,21 @@ def test_round_trip(message: m.Message) -> None:
     assert m.decode(m.encode(message)) == message
 
 
+def unpack(message: m.Proposals) -> dict[str, DraftRow | None]:
+    """All drafts of a message, by request."""
+    rows = range(len(message.rids))
+    batch = DraftBatch.empty(len(rows), message.num_steps)
+    if rows:
+        batch.put(rows, ProposalTable(message), rows, [message.num_steps] * len(rows))
+    return {rid: batch.row(row) for row, rid in enumerate(message.rids)}
+
+
 def test_rows_are_split() -> None:
-    rows = m.unpack_rows(proposals())
-    assert rows["r0"].base_len == 10 and rows["r0"].tokens.tolist() == [0, 1]
-    assert rows["r0"].law_ids is not None and rows["r0"].law_ids.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert rows["r1"].tokens.tolist() == [] and rows["r1"].law_ids is None
+    rows = unpack(proposals())
+    first = rows["r0"]
+    assert first is not None and first.base_len == 10 and first.tokens.tolist() == [0, 1]
+    assert first.law_ids is not None and first.law_ids.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert rows["r1"] is None
 
 
 @given(st.binary(max_size=200))
@@ -94,7 +105,7 @@ def test_damaged_messages(message: m.Message, data) -> None:
     except ProtocolError:
         return
     if isinstance(decoded, m.Proposals):
-        m.unpack_rows(decoded)
+        unpack(decoded)
 
 
 @given(st.sampled_from(PROPOSAL_FIELDS), st.data())
@@ -116,7 +127,7 @@ def test_proposals_with_wrong_header(field: str, data) -> None:
     except ProtocolError:
         return
     assert isinstance(decoded, m.Proposals)
-    m.unpack_rows(decoded)
+    unpack(decoded)
 
 
 def test_other_schema_is_refused() -> None:
