@@ -34,6 +34,7 @@ ARGS: dict[str, Any] = {
     "disable_cuda_graph": False,
     "cuda_graph_config": None,
     "enable_deterministic_inference": False,
+    "speculative_token_map": None,
     "log_level": "info",
 }
 OWN, SHARED, CPU = DrafterDevice(1, shared=False), DrafterDevice(0, shared=True), DrafterDevice(None, shared=False)

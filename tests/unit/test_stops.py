@@ -35,6 +35,7 @@ def requests(draw: st.DrawFn, index: int) -> Any:
         to_finish=draw(st.sampled_from([None, None, None, "abort"])),
         finished_reason=draw(st.sampled_from([None, None, None, "length"])),
         grammar=draw(st.sampled_from([None, None, None, SimpleNamespace(is_terminated=lambda: True)])),
+        custom_logit_processor=None,
     )
     req.finished = lambda: req.finished_reason is not None
     return req
