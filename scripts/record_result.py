@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+
 __all__ = ["last_result", "provenance", "record", "write_result"]
 
 
@@ -34,10 +36,18 @@ def machine() -> str:
     return f"{cores}, {len(gpus)} x {gpus[0]}" if gpus else f"{cores}, no GPU"
 
 
+def portable(argument: str) -> str:
+    """An argument without this machine's folders: absolute paths begin at the project, or are names."""
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
 def provenance(command: list[str] | None = None) -> dict[str, str]:
     """What every result begins with: the command (by default the script that runs), the day, and the machine."""
     return {
-        "command": shlex.join(command or ["python", *sys.argv]),
+        "command": shlex.join(portable(argument) for argument in command or ["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "machine": machine(),
     }

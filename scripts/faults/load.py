@@ -28,7 +28,7 @@ def plain_answers(timeout_s: float) -> list[dict[str, Any]]:
     RuntimeError
         It failed; the message carries the end of its log.
     """
-    command = [sys.executable, str(ROOT / "tests/e2e/engine_plain.py")]
+    command = [sys.executable, str(ROOT / "tests/e2e/engine_plain.py"), "[]"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=timeout_s)
     if done.returncode:
         raise RuntimeError(f"The Engine without PSD ended with code {done.returncode}:\n{done.stderr[-4000:]}")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from scripts.record_result import provenance
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "record_result.py"
 
 
@@ -35,6 +37,12 @@ def test_a_failed_run_is_recorded_as_one_and_its_status_passed_on(tmp_path):
     assert done.returncode == 3
     assert result["exit_status"] == 3
     assert result["last_line"] == "[1]"
+
+
+def test_a_command_names_no_folder_of_this_machine():
+    command = [sys.executable, str(SCRIPT), "--out", "/elsewhere/x.json", "--parts", "wire"]
+    recorded = provenance(command)["command"]
+    assert recorded == f"{Path(sys.executable).name} scripts/record_result.py --out x.json --parts wire"
 
 
 def test_wrong_usage_is_told_and_writes_nothing(tmp_path):
