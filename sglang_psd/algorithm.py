@@ -129,7 +129,8 @@ def _check_drafter_flags(args: Any) -> None:
     backend = args.psd_drafter_attention_backend
     if args.device == "cpu" and backend not in (None, *CPU_ATTENTION_BACKENDS):
         raise PSDConfigError(
-            f"--psd-drafter-attention-backend {backend} needs a GPU, and the server runs on the CPU; leave the flag out."
+            f"--psd-drafter-attention-backend must be one of {', '.join(CPU_ATTENTION_BACKENDS)} on a CPU, "
+            f"got {backend!r}; leave the flag out."
         )
     if backend is not None and backend not in ATTENTION_BACKENDS:
         raise PSDConfigError(
