@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_psd.compat import check_draft_model
+from sglang_psd.config import MAX_NUM_STEPS
 from sglang_psd.errors import PSDConfigError, UnsupportedFeatureError
 from sglang_psd.scheduler.devices import choose_device
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_STEPS = 3
-MAX_NUM_STEPS = 32
 DEFAULT_MAX_RUNNING_REQUESTS = 48
 CPU_ATTENTION_BACKENDS = ("torch_native", "intel_amx")
 
