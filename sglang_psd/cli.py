@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from sglang_psd import __version__
 from sglang_psd.bench.flags import add_flags as add_bench_flags
@@ -53,20 +54,26 @@ def main(argv: list[str] | None = None) -> int:
 
         return run_check(verbose=given["verbose"], fingerprints_only=given["fingerprint"])
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if command == "demo":
-        from sglang_psd.demo.run import DemoOptions, run_demo
+    try:
+        return _demo(given) if command == "demo" else _bench(given)
+    except PSDError as error:
+        print(f"sglang-psd {command}: {error}", file=sys.stderr)
+        return 2
 
-        if given["head"] is None and given["target"] == str(TINY_TARGET) and TINY_EAGLE3.is_dir():
-            given["head"] = str(TINY_EAGLE3)
-        return run_demo(DemoOptions(**given))
+
+def _demo(given: dict[str, Any]) -> int:
+    from sglang_psd.demo.run import DemoOptions, run_demo
+
+    if given["head"] is None and given["target"] == str(TINY_TARGET) and TINY_EAGLE3.is_dir():
+        given["head"] = str(TINY_EAGLE3)
+    return run_demo(DemoOptions(**given))
+
+
+def _bench(given: dict[str, Any]) -> int:
     from sglang_psd.bench.command import run_bench
     from sglang_psd.bench.options import BenchOptions
 
-    try:
-        return run_bench(BenchOptions(**given))
-    except PSDError as error:
-        print(f"sglang-psd bench: {error}", file=sys.stderr)
-        return 2
+    return run_bench(BenchOptions(**given))
 
 
 if __name__ == "__main__":

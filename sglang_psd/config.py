@@ -20,6 +20,7 @@ MODES = ("parallel", "sequential", "off")
 # As SGLang's --dtype.
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 LOOPS = ("overlapped", "synchronous")
+MAX_NUM_STEPS = 32
 DRAFT_METHODS = ("draft_model", "eagle", "eagle3")
 
 # Flags and keywords; the other fields of PSDConfig can be set through --psd-config only.

@@ -29,23 +29,7 @@ from sglang_psd.config import (
 )
 from sglang_psd.draft_method import read_config, readable_draft
 from sglang_psd.errors import PSDConfigError, PSDError
-
-
-def check_draft_path(path: str | None) -> None:
-    """Refuse a draft path that looks local and is no checkpoint; names of a hub are left to SGLang.
-
-    Raises
-    ------
-    PSDConfigError
-        There is no such folder, or it holds no ``config.json``.
-    """
-    if path is None:
-        return
-    looks_local = not path or path.startswith((".", "/", "~")) or os.path.isdir(path)
-    if looks_local and not os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
-        raise PSDConfigError(
-            f"--speculative-draft-model-path {path!r} is no folder with a model's config.json; name a draft checkpoint."
-        )
+from sglang_psd.resources import check_checkpoint
 
 
 def keep_draft_quantization(args: Any) -> None:
@@ -147,7 +131,8 @@ class PSDServerArgs(ServerArgs):
             if config.mode == "off":
                 self._step_aside()
             else:
-                check_draft_path(self.speculative_draft_model_path)
+                if self.speculative_draft_model_path is not None:
+                    check_checkpoint("--speculative-draft-model-path", self.speculative_draft_model_path, "draft")
                 keep_draft_quantization(self)
         try:
             super().__post_init__()

@@ -112,8 +112,9 @@ def _closed_loop(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _same_conditions(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    # How many GPUs a machine shows does not matter to an arm that uses one of them.
     return all(one["settings"][name] == other["settings"][name] for name in CONDITIONS) and (
-        one["runs"][-1]["environment"]["gpus"] == other["runs"][-1]["environment"]["gpus"]
+        set(one["runs"][-1]["environment"]["gpus"]) == set(other["runs"][-1]["environment"]["gpus"])
     )
 
 

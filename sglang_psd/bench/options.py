@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_psd.errors import PSDConfigError
-from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
+from sglang_psd.resources import TINY_DRAFT, TINY_TARGET, check_checkpoint
 
 PROTOCOLS = ("fair", "reference")
 
@@ -80,6 +80,8 @@ class BenchOptions:
     extra: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        check_checkpoint("--target", self.target, "target")
+        check_checkpoint("--draft", self.draft, "draft")
         for name in ("num_steps", "concurrency", "input_len", "output_len"):
             if not getattr(self, name):
                 raise PSDConfigError(f"--{name.replace('_', '-')} needs at least one number.")

@@ -18,9 +18,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from sglang_psd.config import MAX_NUM_STEPS
 from sglang_psd.cpu.bootstrap import gpu_driver_present
 from sglang_psd.demo.chat import ChatAnswer, ChatRun, stream_chats
-from sglang_psd.resources import TINY_DRAFT, TINY_TARGET, load_prompts
+from sglang_psd.errors import PSDConfigError
+from sglang_psd.resources import NUM_PROMPTS, TINY_DRAFT, TINY_TARGET, check_checkpoint, load_prompts
 from sglang_psd.server_process import ServerProcess
 
 MODES = ("plain", "sequential", "parallel")
@@ -58,6 +60,20 @@ class DemoOptions:
     max_tokens: int = 128
     extra: list[str] = field(default_factory=list)
     out: Path | None = None
+
+    def __post_init__(self) -> None:
+        for flag, value, limit in (
+            ("--num-steps", self.num_steps, MAX_NUM_STEPS),
+            ("--requests", self.requests, NUM_PROMPTS),
+            ("--max-tokens", self.max_tokens, None),
+        ):
+            if value < 1 or (limit is not None and value > limit):
+                bounds = "be at least 1" if limit is None else f"lie between 1 and {limit}"
+                raise PSDConfigError(f"{flag} must {bounds}, got {value}.")
+        check_checkpoint("--target", self.target, "target")
+        check_checkpoint("--draft", self.draft, "draft")
+        if self.head is not None:
+            check_checkpoint("--head", self.head, "head's")
 
 
 @dataclass
