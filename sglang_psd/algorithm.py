@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_psd.compat import check_draft_model
-<<<<<<< HEAD
-from sglang_psd.draft_method import read_config
-=======
 from sglang_psd.config import MAX_NUM_STEPS
->>>>>>> ci
+from sglang_psd.draft_method import read_config
 from sglang_psd.errors import PSDConfigError, UnsupportedFeatureError
 from sglang_psd.scheduler.devices import choose_device
 
@@ -146,13 +143,8 @@ def _check_drafter_flags(args: Any) -> None:
     backend = args.psd_drafter_attention_backend
     if args.device == "cpu" and backend not in (None, *CPU_ATTENTION_BACKENDS):
         raise PSDConfigError(
-<<<<<<< HEAD
-            f"--psd-drafter-attention-backend {backend} needs a GPU, and the server runs on the CPU; leave the flag "
-            "out."
-=======
             f"--psd-drafter-attention-backend must be one of {', '.join(CPU_ATTENTION_BACKENDS)} on a CPU, "
             f"got {backend!r}; leave the flag out."
->>>>>>> ci
         )
     if backend is not None and backend not in ATTENTION_BACKENDS:
         raise PSDConfigError(
