@@ -100,19 +100,18 @@ class Verdict:
         }
 
 
-def gap_of(request: Request, position: int, ours: int, right: int, tops: list[list]) -> tuple[float, bool]:
+def gap_of(request: Request, position: int, ours: int, right: int, reference: Answer) -> tuple[float, bool]:
     """Gap and whether ``ours`` was listed; see ``Difference``."""
-    values = {token: value for value, token in tops[position]} if position < len(tops) else {}
-    listed = ours in values and right in values
-    if not values or right not in values:
+    tops = reference.get("tops", [])
+    if position >= len(tops) or not tops[position]:
         return math.inf, False
+    values = {token: value for value, token in tops[position]}
     noise = np.zeros(max([*values, ours, right]) + 1)
     if request.kind != "greedy":
         noise = _noise(request, position, len(noise))
-    best = values[right] + noise[right]
-    if listed:
-        return max(0.0, float(best - values[ours] - noise[ours])), True
-    return max(0.0, float(best - min(values.values()) - noise[ours])), False
+    best = values.get(right, reference["logprobs"][position]) + noise[right]
+    value = values.get(ours, min(values.values()))
+    return max(0.0, float(best - value - noise[ours])), ours in values
 
 
 def stands_at_cut(request: Request, tokens: tuple[int, int], row: list, bound: float) -> bool:
@@ -125,7 +124,7 @@ def stands_at_cut(request: Request, tokens: tuple[int, int], row: list, bound: f
     mass = np.concatenate([[0.0], np.cumsum(np.exp(values))])
     for token in tokens:
         if token not in ranked:
-            return True  # less likely than all that is listed
+            continue  # less likely than all that is listed
         rank = ranked.index(token)
         at_top_p = abs(mass[rank] - sampling.get("top_p", 2.0)) < bound * mass[rank + 1] / 4
         lowest = values[0] + math.log(sampling["min_p"]) if sampling.get("min_p") else -math.inf
@@ -206,7 +205,7 @@ def _same(request: Request, one: Answer, other: Answer, bound: float, verdict: V
         if aborted and one["finish"].get("message") == "Aborted by AbortReq.":
             return True
         tokens = one["ids"][position], expected[position]
-        gap, listed = gap_of(request, position, *tokens, other.get("tops", []))
+        gap, listed = gap_of(request, position, *tokens, other)
         found = Difference(request.number, request.kind, position, *tokens, gap, listed)
         if request.kind != "greedy" and position < len(other.get("tops", [])):
             found.at_cut = stands_at_cut(request, tokens, other["tops"][position], bound)
