@@ -36,6 +36,8 @@ class Difference:
         request is seeded. At least this much where the reference did not list ``ours``.
     listed : bool
         Whether it did.
+    at_cut : bool
+        One of the tokens stands where top-k, top-p or min-p cut the law: it may be in for one and out for the other.
     """
 
     number: int
@@ -45,6 +47,7 @@ class Difference:
     right: int
     gap: float
     listed: bool
+    at_cut: bool = False
 
 
 @dataclass
@@ -67,7 +70,7 @@ class Verdict:
         said = []
         for found in self.differences[self._told[0] :]:
             more = "" if found.listed else " or more"
-            above = "" if found.gap <= bound else f", ABOVE {bound}"
+            above = "" if found.gap <= bound else ", at a cut" if found.at_cut else f", ABOVE {bound}"
             said.append(
                 f"request {found.number} ({found.kind}) differs at token {found.position}: {found.ours}, not "
                 f"{found.right}; gap {found.gap:.6f}{more}{above}"
@@ -86,6 +89,7 @@ class Verdict:
             "tokens": self.tokens,
             "aborted": self.aborted,
             "first_differences": len(self.differences),
+            "at_a_cut": sum(found.at_cut for found in self.differences),
             "largest_gaps": [round(gap, 6) for gap in gaps[:10]],
             "gaps_above_bound": len(self.wide),
             "first_gaps_above_bound": [vars(d) for d in self.wide[:first]],
@@ -96,19 +100,39 @@ class Verdict:
         }
 
 
-def gap_of(request: Request, position: int, ours: int, right: int, tops: list[list]) -> tuple[float, bool]:
+def gap_of(request: Request, position: int, ours: int, right: int, reference: Answer) -> tuple[float, bool]:
     """Gap and whether ``ours`` was listed; see ``Difference``."""
-    values = {token: value for value, token in tops[position]} if position < len(tops) else {}
-    listed = ours in values and right in values
-    if not values or right not in values:
+    tops = reference.get("tops", [])
+    if position >= len(tops) or not tops[position]:
         return math.inf, False
+    values = {token: value for value, token in tops[position]}
     noise = np.zeros(max([*values, ours, right]) + 1)
     if request.kind != "greedy":
         noise = _noise(request, position, len(noise))
-    best = values[right] + noise[right]
-    if listed:
-        return max(0.0, float(best - values[ours] - noise[ours])), True
-    return max(0.0, float(best - min(values.values()) - noise[ours])), False
+    best = values.get(right, reference["logprobs"][position]) + noise[right]
+    value = values.get(ours, min(values.values()))
+    return max(0.0, float(best - value - noise[ours])), ours in values
+
+
+def stands_at_cut(request: Request, tokens: tuple[int, int], row: list, bound: float) -> bool:
+    """Whether a change of the logits by ``bound`` could move one of ``tokens`` over an edge of the cut law.
+
+    ``row`` is the reference's list of (log probability, token), most likely first, before the cuts.
+    """
+    sampling, ranked = request.sampling, [token for _, token in row]
+    values = np.array([value for value, _ in row])
+    mass = np.concatenate([[0.0], np.cumsum(np.exp(values))])
+    for token in tokens:
+        if token not in ranked:
+            continue  # less likely than all that is listed
+        rank = ranked.index(token)
+        at_top_p = abs(mass[rank] - sampling.get("top_p", 2.0)) < bound * mass[rank + 1] / 4
+        lowest = values[0] + math.log(sampling["min_p"]) if sampling.get("min_p") else -math.inf
+        edge = sampling.get("top_k", 0)
+        at_top_k = 0 < edge < len(values) and abs(values[rank] - values[edge]) < bound and rank >= edge - 1
+        if at_top_p or at_top_k or abs(values[rank] - lowest) < bound:
+            return True
+    return False
 
 
 def _noise(request: Request, position: int, size: int) -> np.ndarray:
@@ -127,6 +151,9 @@ def compare(request: Request, ours: list[Answer], right: list[Answer] | None, bo
     """Judge the answers to one request; ``right`` is None where only their form can be judged."""
     verdict.compared += 1
     verdict.kinds[request.kind[:3] if request.kind.startswith("law") else request.kind] += 1
+    if request.abort_ms is not None and any("Aborted by AbortReq" in one.get("error", "") for one in ours):
+        verdict.aborted += 1  # while its grammar was compiled
+        return
     for one in ours:
         problem = form_of(request, one)
         if problem is not None:
@@ -178,10 +205,12 @@ def _same(request: Request, one: Answer, other: Answer, bound: float, verdict: V
         if aborted and one["finish"].get("message") == "Aborted by AbortReq.":
             return True
         tokens = one["ids"][position], expected[position]
-        gap, listed = gap_of(request, position, *tokens, other.get("tops", []))
+        gap, listed = gap_of(request, position, *tokens, other)
         found = Difference(request.number, request.kind, position, *tokens, gap, listed)
+        if request.kind != "greedy" and position < len(other.get("tops", [])):
+            found.at_cut = stands_at_cut(request, tokens, other["tops"][position], bound)
         verdict.differences.append(found)
-        if not gap <= bound:
+        if not gap <= bound and not found.at_cut:
             verdict.wide.append(found)
             verdict.requests.append(f"{request} {one}")
     _compare_values(request, one, other, position, bound, verdict)

@@ -23,7 +23,7 @@ from scripts.exactness.traffic import Request, random_requests
 
 ANSWERS, READY = "answers.jsonl", "ready"
 # Alternatives asked of the engine that the others are compared with: what a difference costs is read from them.
-ALTERNATIVES = 8
+ALTERNATIVES = {"greedy": 8, "seeded": 24, "sampled": 24}
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Answerer:
                     return
                 asked = request
                 if request.kind in self.job.reference:
-                    wider = {"return_logprob": True, "top_logprobs_num": ALTERNATIVES}
+                    wider = {"return_logprob": True, "top_logprobs_num": ALTERNATIVES[request.kind]}
                     asked = replace(request, fields={**request.fields, **wider})
                 aborts = self.job.traffic is not None and not self.job.traffic.plain
                 answers = await ask(self.engine, asked, aborts)

@@ -50,6 +50,7 @@ class DraftModel:
     def __init__(self, spec: DrafterSpec):
         worker = self._load_worker(spec)
         self._spec = spec
+        self._weights_path = spec.model_path
         self._runner = worker.model_runner
         self._table, self._allocator = worker.get_memory_pool()
         self._num_rows = spec.max_requests
@@ -74,9 +75,20 @@ class DraftModel:
 
     def load_weights(self, path: str) -> str | None:
         """Take the weights of another checkpoint of this shape, in place; says why not, if not."""
-        # What SGLang's loader resolves to "auto" at start it does not resolve here.
-        load_format = self._spec.load_format or "auto"
-        success, message = self._runner.weight_updater.update_weights_from_disk(path, load_format)
+        problem = self._update_from(path)
+        if problem is None:
+            self._weights_path = path
+        elif self._update_from(self._weights_path) is not None:
+            # SGLang's own way back reads the new checkpoint once more.
+            raise RuntimeError(f"the old weights could not be loaded again after: {problem}")
+        return problem
+
+    def _update_from(self, path: str) -> str | None:
+        try:
+            updater = self._runner.weight_updater
+            success, message = updater.update_weights_from_disk(path, self._spec.load_format or "auto")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
         return None if success else message
 
     # --- KV -------------------------------------------------------------------------------------

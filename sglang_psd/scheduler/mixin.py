@@ -25,6 +25,7 @@ from sglang.srt.utils import DynamicGradMode
 
 from sglang_psd.config import uses_psd
 from sglang_psd.scheduler import room
+from sglang_psd.scheduler.controls import ControlsMixin
 from sglang_psd.scheduler.drafting import DraftingMixin
 from sglang_psd.scheduler.drafts import DraftClient
 from sglang_psd.scheduler.launch import DrafterLauncher, visible_drafter_device
@@ -50,7 +51,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PSDSchedulerMixin(MembershipMixin, DraftingMixin, RecoveryMixin, OversightMixin, RecordsMixin, RefusalsMixin):
+class PSDSchedulerMixin(
+    MembershipMixin, DraftingMixin, RecoveryMixin, OversightMixin, ControlsMixin, RecordsMixin, RefusalsMixin
+):
     """Overrides for ``sglang.srt.managers.scheduler.Scheduler``; inert unless the algorithm is PSD.
 
     Attributes

@@ -1,0 +1,74 @@
+"""Control messages at the wrong moment, and weights that do not fit: the server says so and goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.rig.oracle import assert_prefixes
+from tests.rig.rig import Output, Rig
+from tests.rig.together import LOOPS, PROMPTS
+
+
+def _update(rig: Rig, path: Any, **more: Any) -> tuple[bool, str]:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    request = UpdateWeightFromDiskReqInput(model_path=str(path), load_format="auto", **more)
+    reply = rig.scheduler.weight_updater.update_weights_from_disk(request)
+    return reply.success, reply.message
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_busy_server_keeps_its_weights_and_its_memory(run_case, models, oracle, loop) -> None:
+    def case() -> tuple[list[Output], list[tuple[bool, str]]]:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+
+        with Rig(models, "D_mid", 3, loop=loop) as rig:
+            rids = [rig.submit(ids, 40) for ids in PROMPTS]
+            replies = [_update(rig, models / "D_mid")]
+            rig.turns(7)
+            replies.append(_update(rig, models / "D_mid"))
+            for message in (ReleaseMemoryOccupationReqInput(), ResumeMemoryOccupationReqInput()):
+                rig.tell(message)
+            rig.run_until_done()
+            replies.append(_update(rig, models / "T"))
+            rig.idle_check()
+            return [rig.output(rid) for rid in rids], replies
+
+    outputs, replies = run_case(case)
+    assert_prefixes(outputs, [40] * 8, oracle.greedy(PROMPTS))
+    assert [success for success, _ in replies] == [False, False, True]
+    assert all("running or waiting" in message for _, message in replies[:2])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_is_in_flight_is_processed_first(run_case, models, oracle, loop) -> None:
+    """The last answer is on its way to its client while the scheduler still has a launch to look at."""
+
+    def case() -> tuple[bool, str]:
+        with Rig(models, "D_same", 3, loop=loop) as rig:
+            for length in (1, 2, 9, 17):
+                rig.submit(PROMPTS[0], length)
+                while rig.unfinished():
+                    rig.turn()
+                success, message = _update(rig, models / "T")
+                if not success:
+                    return success, message
+            rig.idle_check()
+            return True, ""
+
+    assert run_case(case) == (True, "")
+
+
+def test_weights_of_another_shape_leave_the_old_ones(run_case, models, oracle) -> None:
+    def case() -> tuple[list[tuple[bool, str]], list[Output]]:
+        with Rig(models, "D_same", 3) as rig:
+            replies = [_update(rig, models / "D_hid"), _update(rig, models / "D_mid"), _update(rig, models / "D_hid")]
+            outputs = rig.run([(ids, 24, {}) for ids in PROMPTS])
+            rig.idle_check()
+            return replies, outputs
+
+    replies, outputs = run_case(case)
+    assert [success for success, _ in replies] == [False, True, False] and replies[0][1]
+    assert_prefixes(outputs, [24] * 8, oracle.greedy(PROMPTS, target="D_mid"))
