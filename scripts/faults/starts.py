@@ -60,7 +60,7 @@ def try_start(flags: list[str], port: int, environment: dict[str, str], needle: 
             time.sleep(0.1)
         seconds = time.monotonic() - started
         _, left = psutil.wait_procs(list(seen.values()), timeout=GONE_WITHIN_S)
-        left = [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+        left = [process for process in left if runs(process)]
         for process in left:
             process.kill()
         if launcher.poll() is None:
@@ -68,7 +68,17 @@ def try_start(flags: list[str], port: int, environment: dict[str, str], needle: 
         code = launcher.wait()
         log.seek(0)
         lines = [line.strip() for line in log if needle in line]
-    return FailedStart(code, round(seconds, 1), lines[-1][-400:] if lines else "", len(left))
+    # Temporary folders have other names elsewhere.
+    sentence = lines[-1][-400:].replace(tempfile.gettempdir(), "$TMPDIR") if lines else ""
+    return FailedStart(code, round(seconds, 1), sentence, len(left))
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process does more than wait to be reaped."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager
