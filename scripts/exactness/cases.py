@@ -39,6 +39,8 @@ class Case:
         How many requests are sent at once, burst after burst; empty: all.
     weights : str or None
         Checkpoint that the target takes before: ``target`` or ``noisy``.
+    draft : str or None
+        Checkpoint that the draft model takes with it.
     release : bool
         Give the memory back before, and take it again.
     """
@@ -47,6 +49,7 @@ class Case:
     check: Callable[[list[Request], list[list[Answer]], int], list[str]] | None = None
     bursts: tuple[int, ...] = ()
     weights: str | None = None
+    draft: str | None = None
     release: bool = False
 
 
@@ -231,7 +234,8 @@ CASES: dict[str, Case] = {
     "R33": Case(endings, check_cached, bursts=(1, 32)),
     "R37 own": Case(greedy(8, 64), full_rounds),
     "R37 other": Case(greedy(8, 64), weights="noisy"),
-    "R37 back": Case(greedy(8, 64), full_rounds, weights="target"),
+    "R37 both": Case(greedy(8, 64), full_rounds, weights="noisy", draft="noisy"),
+    "R37 back": Case(greedy(8, 64), full_rounds, weights="target", draft="target"),
     "R37 resumed": Case(greedy(8, 64), full_rounds, release=True),
     "R40": Case(streams),
 }
@@ -280,6 +284,6 @@ SERVERS: dict[str, Server] = {
     "permuted": Server((), draft="permuted", refused="disagree on token"),
     "fp8": Server(("R30",), draft="tiny-target", more={"quantization": "fp8"}, compared=False),
     "head": Server(("R31", "R21"), draft="tiny-eagle3"),
-    "weights": Server(("R37 own", "R37 other", "R37 back"), draft="tiny-target"),
+    "weights": Server(("R37 own", "R37 other", "R37 both", "R37 back"), draft="tiny-target"),
     "released": Server(("R37 own", "R37 resumed"), draft="tiny-target", more={"enable_memory_saver": True}),
 }
