@@ -72,7 +72,8 @@ async def _prepare(engine: Any, case: Case, cases: Cases) -> str:
         weights = weights or "target"  # what was released is gone
     if weights is None:
         return ""
-    update = UpdateWeightFromDiskReqInput(model_path=cases.checkpoints[weights], flush_cache=True)
+    manifest = None if case.draft is None or cases.plain else {"draft_model_path": cases.checkpoints[case.draft]}
+    update = UpdateWeightFromDiskReqInput(model_path=cases.checkpoints[weights], flush_cache=True, manifest=manifest)
     success, message, *_ = await manager.update_weights_from_disk(update, None)
     if not success:
         raise RuntimeError(message)

@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 import unittest
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from sglang.test.kits.spec_server_kits import (
     SpecPerfKit,
 )
 from sglang.test.kits.streaming_session_kit import AbortLeakReproKitMixin, StreamingSessionKitMixin
-from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
+from sglang.test.server_fixtures.spec_eagle_fixture import PROMPTS, SpecEagleServerBase
 from transformers import AutoTokenizer
 
 from sglang_psd.resources import load_prompts
@@ -119,6 +120,7 @@ KITS: tuple[type, ...] = (
 SIZES = {
     "abort_all_num_requests": 8,
     "abort_all_sleep": 1.0,
+    "abort_all_max_new_tokens": 1800,
     "pause_num_requests": 8,
     "pause_max_new_tokens": 200,
     "pause_duration": 1.0,
@@ -135,6 +137,26 @@ SIZES = {
 }
 
 
+def send(self: Any, max_new_tokens: int, timeout_s: float | None) -> None:
+    """What ``SpecEagleServerBase`` sends, in the size of the embedded models."""
+    for prompt in PROMPTS:
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        data = {"text": prompt, "sampling_params": sampling}
+        answer = requests.post(self.base_url + "/generate", json=data, timeout=timeout_s)
+        assert answer.status_code == 200
+
+
+def send_request(self: Any) -> None:
+    """Requests that have to be answered."""
+    send(self, 48, None)
+
+
+def send_requests_abort(self: Any) -> None:
+    """Requests whose client goes away."""
+    with contextlib.suppress(requests.Timeout):
+        send(self, 1200, 1.0)
+
+
 class Server:
     """What the kits' tests look at: a server that runs already."""
 
@@ -148,10 +170,11 @@ class Server:
 
 def make_case(kit: type, url: str, model: str, pid: int, texts: dict[str, str]) -> type[unittest.TestCase]:
     """A test case of one kit."""
-    helpers = {name: vars(SpecEagleServerBase)[name] for name in ("send_request", "send_requests_abort", "run_decode")}
     members = {
         **SIZES,
-        **helpers,
+        "send_request": send_request,
+        "send_requests_abort": send_requests_abort,
+        "run_decode": SpecEagleServerBase.run_decode,
         "base_url": url,
         "model": model,
         "process": Server(pid),
@@ -168,6 +191,7 @@ def main() -> None:
     random.seed(0)
     texts = json.loads(Path(oracle).read_text())
     outcomes: dict[str, str] = {}
+    begin = time.monotonic()
     for kit in KITS:
         case = make_case(kit, url, model, int(pid), texts)
         for name in unittest.TestLoader().getTestCaseNames(case):
@@ -180,6 +204,7 @@ def main() -> None:
                 case(name).run(result)
             wrong = [text for _, text in [*result.failures, *result.errors]]
             outcomes[label] = "passed" if not wrong else wrong[0][-1500:]
+            print(f"{time.monotonic() - begin:6.1f} s: {label}", file=sys.stderr, flush=True)
     print(json.dumps(outcomes))
 
 
