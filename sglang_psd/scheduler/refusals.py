@@ -31,6 +31,7 @@ WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
     "sampling_seed": (-INT64_MAX - 1, INT64_MAX),
     "stream_interval": (1, INT64_MAX),
 }
+MAY_BE_ABSENT = ("max_new_tokens", "sampling_seed", "stream_interval")
 NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 # Logits may be divided by the smallest and have the largest added, and stay finite in float32.
 SMALLEST_SCALE, LARGEST_NUMBER = 1e-30, 1e30
@@ -47,7 +48,9 @@ def sampling_problem(params: Any, vocab_size: int) -> str | None:
     """
     for name, (lowest, highest) in WHOLE_NUMBERS.items():
         value = getattr(params, name)
-        if value is not None and not (_is_whole(value) and lowest <= value <= highest):
+        if value is None and name in MAY_BE_ABSENT:
+            continue
+        if not (_is_whole(value) and lowest <= value <= highest):
             return f"{name} must be a whole number from {lowest} to {highest}, got {_shorten(value)}."
     for name in NUMBERS:
         value = getattr(params, name)

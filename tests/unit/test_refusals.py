@@ -66,6 +66,8 @@ BAD: list[tuple[str, Any]] = [
     ("max_new_tokens", "8"),
     ("max_new_tokens", 2**70),
     ("min_new_tokens", 1.5),
+    ("min_new_tokens", None),
+    ("top_k", None),
     ("stream_interval", 0),
     ("temperature", "1"),
     ("temperature", 10**400),
