@@ -7,7 +7,6 @@ at before a request is queued; a bad one is answered like any other bad request.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ else:
 
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
+MOST_DIGITS = 20
 
 # Whole numbers of ``SamplingParams``: lowest and highest value that SGLang's tensors and loops can take.
 WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
@@ -31,6 +31,7 @@ WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
     "sampling_seed": (-INT64_MAX - 1, INT64_MAX),
     "stream_interval": (1, INT64_MAX),
 }
+MAY_BE_ABSENT = ("max_new_tokens", "sampling_seed", "stream_interval")
 NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 # Logits may be divided by the smallest and have the largest added, and stay finite in float32.
 SMALLEST_SCALE, LARGEST_NUMBER = 1e-30, 1e30
@@ -47,11 +48,13 @@ def sampling_problem(params: Any, vocab_size: int) -> str | None:
     """
     for name, (lowest, highest) in WHOLE_NUMBERS.items():
         value = getattr(params, name)
-        if value is not None and not (_is_whole(value) and lowest <= value <= highest):
+        if value is None and name in MAY_BE_ABSENT:
+            continue
+        if not (_is_whole(value) and lowest <= value <= highest):
             return f"{name} must be a whole number from {lowest} to {highest}, got {_shorten(value)}."
     for name in NUMBERS:
         value = getattr(params, name)
-        if not (_is_number(value) and abs(value) <= LARGEST_NUMBER):
+        if not _is_number(value):
             return f"{name} must be a number up to {LARGEST_NUMBER:g}, got {_shorten(value)}."
     for name in ("temperature", "repetition_penalty"):
         if getattr(params, name) < SMALLEST_SCALE:
@@ -59,8 +62,9 @@ def sampling_problem(params: Any, vocab_size: int) -> str | None:
     if params.min_new_tokens > 0:
         # These are forbidden for a while; elsewhere a stop that cannot occur does no harm.
         for token in params.stop_token_ids or ():
-            if not 0 <= token < vocab_size:
-                return f"stop_token_ids must lie between 0 and {vocab_size - 1} with min_new_tokens, got {token}."
+            if not _is_token(token, vocab_size):
+                limits = f"between 0 and {vocab_size - 1}"
+                return f"stop_token_ids must lie {limits} with min_new_tokens, got {_shorten(token)}."
     return _bias_problem(params.logit_bias, vocab_size) or _text_problem(params)
 
 
@@ -70,9 +74,9 @@ def _bias_problem(bias: Any, vocab_size: int) -> str | None:
     if not isinstance(bias, Mapping):
         return f"logit_bias must map token ids to numbers, got {_shorten(bias)}."
     for token, value in bias.items():
-        if not (str(token).isdecimal() and int(token) < vocab_size):
+        if not (_is_token(token, vocab_size) or _names_token(token, vocab_size)):
             return f"logit_bias must have token ids from 0 to {vocab_size - 1} as keys, got {_shorten(token)}."
-        if not (_is_number(value) and abs(value) <= LARGEST_NUMBER):
+        if not _is_number(value):
             return f"logit_bias of token {token} must be a number up to {LARGEST_NUMBER:g}, got {_shorten(value)}."
     return None
 
@@ -92,8 +96,20 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def _is_token(value: Any, vocab_size: int) -> bool:
+    return _is_whole(value) and 0 <= value < vocab_size
+
+
+def _names_token(key: Any, vocab_size: int) -> bool:
+    # Python refuses to read numbers of thousands of digits.
+    return isinstance(key, str) and len(key) <= MOST_DIGITS and key.isdecimal() and int(key) < vocab_size
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    # Compared before anything turns it into a float: a whole number of 400 digits does not fit one. NaN fails both.
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    return bool(-LARGEST_NUMBER <= value <= LARGEST_NUMBER)  # type: ignore[operator]
 
 
 def _is_table(rows: Any, width: int) -> bool:
@@ -105,7 +121,10 @@ def _is_table(rows: Any, width: int) -> bool:
 
 
 def _shorten(value: Any, limit: int = 60) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        text = "a number of thousands of digits"
     return text if len(text) <= limit else text[:limit] + "…"
 
 
@@ -138,8 +157,11 @@ def request_problem(
     top = request.top_logprobs_num
     if top is not None and not (_is_whole(top) and 0 <= top <= vocab_size):
         return f"top_logprobs_num must be a whole number from 0 to {vocab_size}, got {_shorten(top)}."
-    for token in request.token_ids_logprob or ():
-        if not (_is_whole(token) and 0 <= token < vocab_size):
+    wanted = request.token_ids_logprob
+    if wanted is not None and not isinstance(wanted, (list, tuple)):
+        return f"token_ids_logprob must be a list of token ids, got {_shorten(wanted)}."
+    for token in wanted or ():
+        if not _is_token(token, vocab_size):
             return f"token_ids_logprob must hold token ids from 0 to {vocab_size - 1}, got {_shorten(token)}."
     start = request.logprob_start_len
     if start is not None and not (_is_whole(start) and start >= -1):

@@ -55,7 +55,7 @@ ENDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("end", ENDS, ids=lambda end: next(iter(end.keys() - {"max_new_tokens"}), "length"))
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: "-".join([*end][1:]) or "length")
 def test_streamed_equals_whole(bytes_server: ServerProcess, end: dict) -> None:
     """Text, ids, log probabilities, finish reason and usage of a stream are those of the whole answer."""
     for prompt in PROMPTS:

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sglang_psd.scheduler.refusals import request_problem, sampling_problem
 
@@ -50,6 +52,9 @@ BAD: list[tuple[str, Any]] = [
     ("logit_bias", {"5": float("nan")}),
     ("logit_bias", {"5": float("inf")}),
     ("logit_bias", {"5": -1e308}),
+    ("logit_bias", {"5": 10**400}),
+    ("logit_bias", {"9" * 5000: 1}),
+    ("logit_bias", {2.0: 1}),
     ("logit_bias", [1, 2]),
     ("sampling_seed", 2**63),
     ("sampling_seed", 1.5),
@@ -61,8 +66,13 @@ BAD: list[tuple[str, Any]] = [
     ("max_new_tokens", "8"),
     ("max_new_tokens", 2**70),
     ("min_new_tokens", 1.5),
+    ("min_new_tokens", None),
+    ("top_k", None),
     ("stream_interval", 0),
     ("temperature", "1"),
+    ("temperature", 10**400),
+    ("presence_penalty", -(10**400)),
+    ("sampling_seed", 10**400),
     ("temperature", float("nan")),
     ("repetition_penalty", 1e-300),
     ("frequency_penalty", "a"),
@@ -94,6 +104,47 @@ def test_a_bad_parameter_is_named(name: str, value: Any) -> None:
     assert len(problem) < 200 and "\n" not in problem
 
 
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, -(10**400), 2**63])
+    | st.floats()
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.fixed_dictionaries(
+        {"stop_token_ids": st.none() | st.lists(ANYTHING, max_size=3), "stop_strs": st.lists(ANYTHING, max_size=3)},
+        optional={name: ANYTHING for name in GOOD if name not in ("stop_token_ids", "stop_strs", "stop_regex_strs")},
+    ),
+    st.sampled_from([0, 3]),
+)
+def test_anything_at_all_is_taken_or_refused_in_one_line(given_values: dict, least: int) -> None:
+    """The checks themselves never fail; ``normalize`` has made lists of the stops."""
+    values = {**GOOD, "min_new_tokens": least, **given_values}
+    problem = sampling_problem(SimpleNamespace(**values), VOCAB)
+    assert problem is None or ("\n" not in problem and len(problem) < 200)
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.dictionaries(st.sampled_from(["top_logprobs_num", "token_ids_logprob", "logprob_start_len"]), ANYTHING))
+def test_any_wish_for_log_probabilities_is_taken_or_refused_in_one_line(wish: dict) -> None:
+    request = SimpleNamespace(**{**REQUEST, **wish})
+    problem = request_problem(request, VOCAB, 4, custom_processors=False, bfloat16=True)
+    assert problem is None or ("\n" not in problem and len(problem) < 200)
+
+
+def test_numbers_that_python_does_not_print() -> None:
+    """Over 4,300 digits ``repr`` raises; the sentence does without them."""
+    problem = sampling_problem(SimpleNamespace(**{**GOOD, "sampling_seed": 10**5000}), VOCAB)
+    assert problem is not None and problem.startswith("sampling_seed") and "thousands of digits" in problem
+
+
 REQUEST = {
     "mm_inputs": None,
     "input_embeds": None,
@@ -118,6 +169,9 @@ REQUEST = {
         ({"token_ids_logprob": [0, 319]}, None),
         ({"token_ids_logprob": [320]}, "token_ids_logprob"),
         ({"token_ids_logprob": ["a"]}, "token_ids_logprob"),
+        ({"token_ids_logprob": 5}, "token_ids_logprob"),
+        ({"token_ids_logprob": {"1": 2}}, "token_ids_logprob"),
+        ({"logprob_start_len": -(10**400)}, "logprob_start_len"),
         ({"input_embeds": [[0.5] * 4]}, None),
         ({"input_embeds": [[0.5] * 3]}, "input_embeds"),
         ({"input_embeds": [[0.5, 0.5, 0.5, float("nan")]]}, "input_embeds"),
