@@ -61,7 +61,7 @@ class DrafterProcess:
         self._process = self._spawn(environment, standby)
         try:
             self._open_sockets()
-        except (OSError, zmq.ZMQError) as error:
+        except (OSError, zmq.ZMQError, ProtocolError) as error:
             self._process.kill()
             self._endpoint.cleanup()
             raise EndpointError(f"The drafter's sockets cannot be opened ({error}).") from None
