@@ -51,7 +51,7 @@ if ON_GPU:
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENVIRONMENT.pop("SGLANG_IS_IN_CI", None)
 # SGLang imports every model it knows, in two processes of each server, for seconds; these are the ones served here.
-_SERVED = {"llama", "qwen2", "qwen3"}
+_SERVED = {"llama", "qwen2", "qwen3", "llama_eagle", "llama_eagle3", "qwen2_eagle"}
 _MODELS = Path(importlib.util.find_spec("sglang").origin).parent / "srt" / "models"  # type: ignore[union-attr,arg-type]
 ENVIRONMENT["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted({file.stem for file in _MODELS.glob("*.py")} - _SERVED))
 # Scripts that the tests start import this package.
