@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from sglang_psd.attention import refuse_unverified_attention
 from sglang_psd.compat import check_draft_model
 from sglang_psd.config import MAX_NUM_STEPS
 from sglang_psd.draft_method import read_config
@@ -64,6 +65,7 @@ def validate_server_args(args: PSDServerArgs) -> None:
         )
     _refuse_unsupported(args)
     _refuse_ignored(args)
+    refuse_unverified_attention(args)
     _refuse_multimodal(args)
     _complete_chain_shape(args)
     if args.max_running_requests is None:

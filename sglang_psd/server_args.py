@@ -16,6 +16,7 @@ from typing import Any
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
+from sglang_psd.attention import fill_attention_backend
 from sglang_psd.config import (
     ALGORITHM,
     DRAFT_METHODS,
@@ -134,6 +135,7 @@ class PSDServerArgs(ServerArgs):
                 if self.speculative_draft_model_path is not None:
                     check_checkpoint("--speculative-draft-model-path", self.speculative_draft_model_path, "draft")
                 keep_draft_quantization(self)
+                fill_attention_backend(self)
         try:
             super().__post_init__()
         except OSError:
