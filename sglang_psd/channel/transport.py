@@ -6,6 +6,7 @@ take a quarter of a millisecond to hand a message on, however eagerly it is awai
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from sglang_psd.errors import ProtocolError, UnsendableError
 QUEUE_MESSAGES = 4096
 MAX_MESSAGE_BYTES = 256 << 20
 # A process that sleeps is woken late, by 0.1 ms and more: where cores are plenty, look again and again for the length
-# of a round before going to sleep.
+# of a round before going to sleep. While nothing has come or gone for so long nobody spins: an idle server is idle.
 SPIN_S = 0.2
 SPIN_CORES = 8
 
@@ -44,7 +45,7 @@ class Channel:
     keys : CurveKeys, optional
         Needed for every address but ``ipc://`` and loopback.
     spin_s : float
-        How long ``receive`` looks for a message before it sleeps.
+        How long after the last message, sent or received, ``receive`` looks again and again before it sleeps.
     lanes : str
         File of shared memory that both ends use (``make_lanes``); empty: the sockets carry everything.
 
@@ -77,6 +78,7 @@ class Channel:
             make_private(endpoint)
         else:
             self._socket.connect(endpoint)
+        self._last_message_s = -math.inf
         self._wire: Wire = SocketWire(self._socket) if mapped is None else LaneWire(self._socket, mapped)
 
     def send(self, message: Message) -> None:
@@ -91,6 +93,7 @@ class Channel:
         """
         if not self._wire.offer(_encode(message)):
             raise ProtocolError("The drafter channel is full: the other side has stopped reading.")
+        self._last_message_s = time.monotonic()
 
     def send_patiently(self, message: Message, slice_s: float, worth_waiting: Callable[[], bool]) -> bool:
         """As ``send``, but wait for room in the queue for as long as ``worth_waiting()``; False when it gave up."""
@@ -99,6 +102,7 @@ class Channel:
             if not worth_waiting():
                 return False
             self._wire.wait_for_room(slice_s)
+        self._last_message_s = time.monotonic()
         return True
 
     def receive(self, timeout_s: float) -> Message | None:
@@ -106,13 +110,14 @@ class Channel:
         started = time.monotonic()
         while True:
             data = self._wire.take()
+            now = time.monotonic()
             if data is not None:
+                self._last_message_s = now
                 return decode(data)
-            waited = time.monotonic() - started
-            if waited >= timeout_s:
+            if now - started >= timeout_s:
                 return None
-            if waited >= self.spin_s:
-                self._wire.sleep(timeout_s - waited)
+            if now - self._last_message_s >= self.spin_s:
+                self._wire.sleep(timeout_s - (now - started))
 
     def receive_within(self, timeout_s: float, slice_s: float, alive: Callable[[], bool]) -> Message | None:
         """As ``receive``, but give up early once ``alive()`` turns false (checked every ``slice_s``)."""

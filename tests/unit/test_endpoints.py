@@ -142,6 +142,27 @@ def test_a_spinning_reader_sees_what_comes_early_and_late(endpoint) -> None:
         sender.close()
 
 
+def test_nobody_spins_on_an_idle_channel(endpoint, monkeypatch) -> None:
+    """A look takes microseconds: hundreds of them while messages come and go, one for each sleep afterwards."""
+    reader, sender = Channel(endpoint.address, bind=True, spin_s=0.2), Channel(endpoint.address, bind=False)
+    looks: list[float] = []
+    take = reader._wire.take
+    monkeypatch.setattr(reader._wire, "take", lambda: looks.append(time.monotonic()) or take())
+    try:
+        for expected_busy in (True, False):
+            if expected_busy:
+                sender.send(m.Ping(7))
+                assert reader.receive(10.0) == m.Ping(7)
+            else:
+                reader._last_message_s -= 10.0
+            looks.clear()
+            assert reader.receive(0.1) is None
+            assert (len(looks) > 50) == expected_busy, len(looks)
+    finally:
+        reader.close()
+        sender.close()
+
+
 def test_only_a_gpu_host_with_many_cores_spins(monkeypatch) -> None:
     monkeypatch.setattr(transport.os, "cpu_count", lambda: 16)
     assert transport.spin_time("cuda") > 0 == transport.spin_time("cpu")
