@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -68,9 +69,12 @@ def try_start(flags: list[str], port: int, environment: dict[str, str], needle: 
         code = launcher.wait()
         log.seek(0)
         lines = [line.strip() for line in log if needle in line]
-    # Temporary folders have other names elsewhere.
-    sentence = lines[-1][-400:].replace(tempfile.gettempdir(), "$TMPDIR") if lines else ""
-    return FailedStart(code, round(seconds, 1), sentence, len(left))
+    return FailedStart(code, round(seconds, 1), portable_sentence(lines[-1]) if lines else "", len(left))
+
+
+def portable_sentence(line: str) -> str:
+    """The end of a line, its temporary folders named as they are everywhere."""
+    return re.sub(rf"(?<![\w.-]){re.escape(tempfile.gettempdir())}(?=/)", "$TMPDIR", line[-400:])
 
 
 def runs(process: psutil.Process) -> bool:

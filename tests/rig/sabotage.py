@@ -45,12 +45,12 @@ def die_in_prefill() -> None:
 
 def die_in_round() -> None:
     """Crash in the middle of a chain."""
-    _at_call(20, "DraftModel._decode", die)
+    _at_call(8, "DraftModel._decode", die)
 
 
 def no_memory_in_round() -> None:
     """Out of memory in the middle of a chain."""
-    _at_call(20, "DraftModel._decode", run_out_of_memory)
+    _at_call(8, "DraftModel._decode", run_out_of_memory)
 
 
 def no_memory_at_start() -> None:
@@ -75,12 +75,12 @@ def hang_in_round() -> None:
     """The main thread waits for what never comes; the pulse goes on."""
     import threading
 
-    _at_call(20, "DraftModel._decode", lambda _: threading.Event().wait())
+    _at_call(8, "DraftModel._decode", lambda _: threading.Event().wait())
 
 
 def leak_kv() -> None:
     """A slot gets lost."""
-    _at_call(20, "DraftModel._decode", lambda model: model._allocator.alloc(1))
+    _at_call(8, "DraftModel._decode", lambda model: model._allocator.alloc(1))
 
 
 def scramble_requests() -> None:
