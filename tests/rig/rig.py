@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from sglang_psd.errors import DrafterStartError
@@ -166,7 +165,14 @@ class Rig:
             self.drafter = begin()
             return self.drafter
 
-        mixin.DrafterLauncher = lambda *_: SimpleNamespace(launch=launch)
+        stock = mixin.DrafterLauncher
+
+        def launcher(*args: Any) -> Any:
+            made = stock(*args)
+            made.launch = launch
+            return made
+
+        mixin.DrafterLauncher = launcher
 
     def _record_outputs(self) -> None:
         recorder = Recorder()
