@@ -145,7 +145,7 @@ def refusal(models, given: dict) -> str | None:
     draft = keywords.pop("draft", None)
     if draft is not None:
         keywords["speculative_draft_model_path"] = str(models / draft)
-    target = keywords.pop("target", models / "T")
+    target = models / keywords.pop("target", "T")
     try:
         PSDServerArgs(model_path=str(target), **keywords)
     except PSDConfigError as error:
