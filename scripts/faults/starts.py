@@ -19,6 +19,7 @@ from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
 from sglang_psd.server_process import free_port
 from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, PSD_FLAGS
 
+ROOT = Path(__file__).resolve().parents[2]
 EXIT_TIMEOUT_S = 300.0
 GONE_WITHIN_S = 20.0
 
@@ -73,8 +74,9 @@ def try_start(flags: list[str], port: int, environment: dict[str, str], needle: 
 
 
 def portable_sentence(line: str) -> str:
-    """The end of a line, its temporary folders named as they are everywhere."""
-    return re.sub(rf"(?<![\w.-]){re.escape(tempfile.gettempdir())}(?=/)", "$TMPDIR", line[-400:])
+    """The end of a line without this machine's folders: paths begin at the project, or at ``$TMPDIR``."""
+    line = line[-400:].replace(f"{ROOT}/", "")
+    return re.sub(rf"(?<![\w.-]){re.escape(tempfile.gettempdir())}(?=/)", "$TMPDIR", line)
 
 
 def runs(process: psutil.Process) -> bool:
