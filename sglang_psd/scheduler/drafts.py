@@ -262,11 +262,12 @@ class DraftClient:
         if self.usable:
             self._fail(reason)
 
-    def ping(self) -> None:
-        """Ask for the drafter's accounting; the answer ends up in ``stats``."""
+    def ping(self) -> int:
+        """Ask for the drafter's accounting; the answer ends up in ``stats``. Returns the number that it will bear."""
         number = self._vitals.pinged()
         self._audit = (number, len(self._open))
         self._send(Ping(number))
+        return number
 
     def _compare(self, stats: Stats) -> None:
         """Messages keep their order: at a ping both sides hold the same requests, or a message was lost."""

@@ -427,9 +427,13 @@ class Rig:
     def ask_drafter(self) -> Any:
         """The drafter's accounting as of now (``Stats``)."""
         client = self.scheduler.psd_client
-        client.stats = None
-        client.ping()
-        self.run_until(lambda: client.stats is not None, "an answer of the drafter", within_s=20)
+        number = client.ping()
+
+        def answered() -> bool:
+            # On a busy machine the answer to an earlier ping may still be on its way.
+            return client.stats is not None and client.stats.ping_id == number
+
+        self.run_until(answered, "an answer of the drafter", within_s=20)
         return client.stats
 
     def close(self) -> None:
