@@ -101,7 +101,7 @@ def test_new_weights_of_the_draft_while_requests_run(run_case, models, oracle) -
             rig.turns(12)
             assert _update(rig, models / "T", models / "D_same", flush_cache=False)[0]
             rig.run_until_done()
-            rig.idle_check()
+            rig.idle_check(late_allowed=True)  # it was busy loading
             return [rig.output(rid) for rid in rids]
 
     outputs = run_case(case)
