@@ -143,6 +143,14 @@ class PSDServerArgs(ServerArgs):
                 self._blame_unreadable_draft()
             raise
 
+    def check_server_args(self) -> None:
+        """As SGLang's, right before the scheduler is spawned: its drafter may begin with it."""
+        super().check_server_args()
+        if uses_psd(self):
+            from sglang_psd.scheduler.launch import offer_early_start
+
+            offer_early_start(self)
+
     def psd(self) -> PSDConfig:
         """The resolved options (flags over ``--psd-config`` over defaults)."""
         return resolve_config({f: getattr(self, "psd_" + f) for f in FLAG_FIELDS}, self.psd_config)

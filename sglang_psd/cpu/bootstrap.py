@@ -8,8 +8,11 @@ starts: a ``.pth`` file imports this module. It must stay cheap and free of impo
 backend are left alone where ``libcuda`` can be loaded.
 
 ``sglang serve --help`` prints its flags before it loads plugins; the second hook loads them first.
+
+A scheduler that is about to import SGLang starts its drafter's imports first, see ``sglang_psd/early.py``.
 """
 
+import os
 import sys
 
 _KERNEL_LOADER = "sgl_kernel.load_utils"
@@ -40,8 +43,6 @@ class _ImportHook:
             return _with_patch(name, path, target, _mask_on_cpu)
         if name == _KERNEL_LOADER:
             return _with_patch(name, path, target, _skip_kernel_libraries)
-        import os
-
         # sglang.srt.utils.is_cpu() reads this once, at import.
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
         return None
@@ -106,3 +107,7 @@ def install() -> None:
 
 
 install()
+if "SGLANG_PSD_EARLY_START" in os.environ:
+    from sglang_psd.early import accept
+
+    accept()

@@ -73,6 +73,9 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head : HeadSpec or None
         None when the checkpoint is a model of its own.
     log_level : str
+    import_niceness : int
+        What a standby adds to its niceness while it imports: 10 takes a tenth of a busy core, at 19 it would not end
+        under load; 0 where the server's start waits for it.
     """
 
     endpoint: str
@@ -103,3 +106,4 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema_version: int = 0
     head: HeadSpec | None = None
     log_level: str = "info"
+    import_niceness: int = 10

@@ -23,12 +23,11 @@ from pathlib import Path
 import msgspec
 
 from sglang_psd.drafter.spec import DrafterSpec
+from sglang_psd.early import EarlyStart
 
 logger = logging.getLogger(__name__)
 
 READY = b"r"
-# Niceness of the imports beyond the process's own: a tenth of a busy core. At 19 they would not end under load.
-IMPORT_NICENESS = 10
 # What SGLang imports while it loads a model, besides what its worker's module needs.
 LATE_IMPORTS = (
     "sglang.srt.managers.tp_worker",
@@ -72,6 +71,14 @@ class StandbyProcess:
             raise
         self._control.setblocking(False)
         self._imported = False
+
+    @classmethod
+    def started_early(cls, early: EarlyStart) -> StandbyProcess:
+        """The standby that was started while this process's interpreter was."""
+        standby = cls.__new__(cls)
+        standby._process, standby._control, standby._imported = early.process, early.control, False
+        standby._control.setblocking(False)
+        return standby
 
     def _start(self, spec: DrafterSpec, environment: Mapping[str, str], control: socket.socket) -> subprocess.Popen:
         return start_interpreter(spec, environment, control.fileno())
@@ -148,7 +155,7 @@ def _import_all(spec: DrafterSpec, control: socket.socket) -> None:
     try:
         if sys.platform == "linux":
             thread = threading.get_native_id()
-            niceness = os.getpriority(os.PRIO_PROCESS, thread) + IMPORT_NICENESS
+            niceness = os.getpriority(os.PRIO_PROCESS, thread) + spec.import_niceness
             os.setpriority(os.PRIO_PROCESS, thread, min(19, niceness))
         for name in (engine_module(spec), *LATE_IMPORTS):
             importlib.import_module(name)

@@ -7,6 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from sglang_psd import early
 from sglang_psd.config import PSDConfig
 from sglang_psd.draft_method import head_of, read_config
 from sglang_psd.drafter.process import DrafterProcess
@@ -150,6 +153,19 @@ class DrafterLauncher:
         """Start drafters with the draft model that ``args`` name, from now on."""
         self.spec = drafter_spec(args, self._config, self._device, self._vocab_limit)
 
+    def launch_first(self) -> DrafterProcess:
+        """Start the first drafter, in the process whose imports began with this one's if it was started for it."""
+        begun = early.take()
+        if begun is None:
+            return self.launch()
+        expected = msgspec.to_builtins(msgspec.structs.replace(self.spec, import_niceness=0))
+        visible = visible_name(self._device, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if (begun.spec, begun.visible_device) != (expected, visible):
+            logger.info("PSD: the drafter's early start was for another drafter; a new process is started.")
+            begun.discard()
+            return self.launch()
+        return self.launch(StandbyProcess.started_early(begun))
+
     def launch(self, standby: StandbyProcess | None = None) -> DrafterProcess:
         """Start a drafter, or let ``standby`` become one; returns at once, ``join`` waits for it."""
         return DrafterProcess(self.spec, self.environment, standby)
@@ -157,6 +173,19 @@ class DrafterLauncher:
     def launch_standby(self) -> StandbyProcess:
         """Start a process that can become a drafter; returns at once."""
         return StandbyProcess(self.spec, self.environment)
+
+
+def offer_early_start(args: PSDServerArgs) -> None:
+    """Let the scheduler that is about to be spawned begin its drafter's imports together with its own."""
+    import torch
+
+    from sglang_psd.compat import vocab_limit
+
+    config = args.psd()
+    gpus = [] if args.device == "cpu" else [args.base_gpu_id + rank * args.gpu_id_step for rank in range(args.tp_size)]
+    device = choose_device(config.drafter_device, gpus, torch.cuda.device_count() if gpus else 0)
+    spec = drafter_spec(args, config, device, vocab_limit(args))
+    early.offer(msgspec.to_builtins(spec), visible_name(device, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def drafter_environment(device: DrafterDevice, environment: Mapping[str, str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.utils import DynamicGradMode
 
+from sglang_psd import early
 from sglang_psd.config import uses_psd
 from sglang_psd.scheduler import room
 from sglang_psd.scheduler.controls import ControlsMixin
@@ -86,6 +87,8 @@ class PSDSchedulerMixin(
         self._psd_answers = []
         self._psd_refused = {}
         process = self._psd_spawn_drafter() if self.ps.tp_rank == 0 else None
+        if (begun := early.take()) is not None:  # not rank 0: it has no drafter
+            begun.discard()
         super().init_model_worker()
         if process is not None:
             process.join(self.psd.start_timeout_s)
@@ -103,7 +106,7 @@ class PSDSchedulerMixin(
     def _psd_spawn_drafter(self) -> DrafterProcess:
         self.psd_device = visible_drafter_device(self.server_args, self.psd, self.ps.gpu_id)
         self.psd_launcher = DrafterLauncher(self.server_args, self.psd, self.psd_device)
-        process = self.psd_launcher.launch()
+        process = self.psd_launcher.launch_first()
         if self.psd_device.shared:
             # On one GPU the target measures what is left for its own KV: the drafter has to have its share by then.
             process.join(self.psd.start_timeout_s)

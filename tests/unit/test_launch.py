@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from sglang_psd import early
 from sglang_psd.config import PSDConfig
 from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
+from sglang_psd.scheduler import launch
 from sglang_psd.scheduler.devices import DrafterDevice
 from sglang_psd.scheduler.launch import DrafterLauncher, drafter_spec
 
@@ -101,3 +105,39 @@ def test_drafter_standby_and_successor_start_alike(monkeypatch: pytest.MonkeyPat
         for name in endpoints:
             del spec[name]
     assert first_spec == standby_spec == next_spec
+
+
+@pytest.mark.parametrize("change", [{}, {"max_running_requests": 3}, {"visible": "GPU-c"}])
+def test_the_first_drafter_takes_the_process_that_was_started_for_it(monkeypatch, change: dict) -> None:
+    """What began early becomes the drafter if the scheduler would start just that, and ends if not."""
+    monkeypatch.setattr("sglang_psd.compat.vocab_limit", lambda args: 320)
+    monkeypatch.setattr(launch, "choose_device", lambda *_: OWN)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")
+    monkeypatch.setenv("SGLANG_PSD_EARLY_START", "")
+    args = SimpleNamespace(**ARGS, psd=lambda: PSDConfig(), base_gpu_id=0, gpu_id_step=1, tp_size=1)
+    args.device = "cuda"
+    launch.offer_early_start(args)  # type: ignore[arg-type]
+    offered = json.loads(os.environ["SGLANG_PSD_EARLY_START"])
+    os.unlink(offered["token"])
+    waiting = [sys.executable, "-c", "print(input())"]
+    here, there = socket.socketpair()
+    with there:
+        process = subprocess.Popen(waiting, stdin=there.fileno(), stdout=subprocess.PIPE, text=True)
+    spec = {**offered["spec"], "parent_pid": os.getpid(), "import_niceness": 0}
+    visible = change.get("visible", offered["visible_device"])
+    monkeypatch.setattr(early, "_started", early.EarlyStart(process, here, spec, visible))
+    monkeypatch.setattr("sglang_psd.drafter.process.start_interpreter", lambda *_: no_drafter())
+    args.max_running_requests = change.get("max_running_requests", args.max_running_requests)
+    drafter = DrafterLauncher(args, PSDConfig(), OWN).launch_first()  # type: ignore[arg-type]
+    said, _ = process.communicate(timeout=30)
+    taken = drafter.pid == process.pid
+    drafter.stop()
+    assert taken == (not change) and early.take() is None
+    if taken:
+        assert json.loads(said)["endpoint"].startswith("ipc://")
+    else:
+        assert process.returncode != 0
+
+
+def no_drafter() -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", "pass"])

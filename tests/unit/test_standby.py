@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from sglang_psd.drafter.spec import DrafterSpec
-from sglang_psd.drafter.standby import IMPORT_NICENESS, StandbyProcess
+from sglang_psd.drafter.standby import StandbyProcess
 
 WITHIN_S = 30.0
 SPEC = DrafterSpec("", os.getpid(), "/models/draft", "cpu", "cpu", "float32", "torch_native", 0.5, 8, 320, 3, 32, 1)
@@ -75,7 +75,7 @@ def test_it_imports_quietly_and_becomes_what_it_is_told(start, tmp_path) -> None
     assert process.pid == standby.pid
     said, _ = process.communicate(timeout=WITHIN_S)
     assert (
-        said.splitlines() == [f"importing at {min(19, usual + IMPORT_NICENESS)}", f"ipc:///here {usual} b''"]
+        said.splitlines() == [f"importing at {min(19, usual + SPEC.import_niceness)}", f"ipc:///here {usual} b''"]
         and process.returncode == 0
     )
 

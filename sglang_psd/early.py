@@ -1,0 +1,102 @@
+"""The drafter's imports begin with the scheduler's, not after them.
+
+Scheduler and drafter both import torch and SGLang before they load anything, which takes longer than the rest. A
+scheduler can start the drafter only when its own imports are over, so a start would take both, one after the other.
+Therefore the launching process, which knows the arguments, leaves an offer in the environment; the first process that
+it spawns takes it while its interpreter starts (``cpu/bootstrap.py``), and starts a standby (``drafter/standby.py``),
+its own child. When the scheduler is ready to start its drafter, that standby becomes it. Without the offer, or when
+what it says is not what the scheduler would start, nothing is lost but time. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+VARIABLE = "SGLANG_PSD_EARLY_START"
+# What children of ``multiprocessing`` are started with; its own helpers are not.
+_SPAWNED = "--multiprocessing-fork"
+
+
+@dataclass
+class EarlyStart:
+    """A standby that was started while the interpreter was.
+
+    Attributes
+    ----------
+    process : Popen
+    control : socket
+        Its control connection, as ``StandbyProcess`` uses it.
+    spec : dict
+        What it was started with.
+    visible_device : str or None
+        ``CUDA_VISIBLE_DEVICES`` as it was set for it; None: left alone.
+    """
+
+    process: subprocess.Popen
+    control: socket.socket
+    spec: dict[str, Any]
+    visible_device: str | None
+
+    def discard(self) -> None:
+        """End the process."""
+        self.control.close()
+        self.process.kill()
+
+
+_started: EarlyStart | None = None
+
+
+def offer(spec: dict[str, Any], visible_device: str | None) -> None:
+    """Let the next process that this one spawns start a drafter's imports.
+
+    Parameters
+    ----------
+    spec : dict
+        A ``DrafterSpec`` without endpoints; its ``parent_pid`` is filled in by who takes the offer.
+    visible_device : str or None
+        Value of ``CUDA_VISIBLE_DEVICES`` for it; None leaves the environment alone.
+    """
+    file, token = tempfile.mkstemp(prefix="sglang-psd-")
+    os.close(file)
+    offered = {"token": token, "by": os.getpid(), "spec": spec, "visible_device": visible_device}
+    os.environ[VARIABLE] = json.dumps(offered)
+
+
+def accept() -> None:
+    """Take the offer, if there is one and nobody has; called when an interpreter starts. Never fails."""
+    global _started
+    text = os.environ.pop(VARIABLE, None)
+    if text is None or _SPAWNED not in sys.orig_argv:
+        return
+    with contextlib.suppress(Exception):
+        offered = json.loads(text)
+        if offered["by"] == os.getppid():
+            os.unlink(offered["token"])  # raises where another process has taken it
+            _started = _start(offered["spec"], offered["visible_device"])
+
+
+def _start(spec: dict[str, Any], visible_device: str | None) -> EarlyStart:
+    spec = {**spec, "parent_pid": os.getpid(), "import_niceness": 0}
+    environment = dict(os.environ)
+    if visible_device is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible_device
+    control, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "sglang_psd.drafter", json.dumps(spec)]
+        process = subprocess.Popen(command, env=environment, stdin=theirs.fileno())
+    return EarlyStart(process, control, spec, visible_device)
+
+
+def take() -> EarlyStart | None:
+    """The standby that this process started, for the caller to keep or to discard; once."""
+    global _started
+    started, _started = _started, None
+    return started

@@ -1,0 +1,67 @@
+"""A process that ``multiprocessing`` spawns takes the offer of an early start; nobody else does, and nobody twice."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sglang_psd import early
+from sglang_psd.cpu import bootstrap
+from tests.unit.test_standby import SPEC
+
+
+def what_i_began(results) -> None:
+    begun = early.take()
+    results.put(None if begun is None else (begun.spec["parent_pid"], begun.spec["import_niceness"], begun.process.pid))
+    if begun is not None:
+        begun.discard()
+        begun.process.wait()
+    results.put(early.VARIABLE in os.environ)
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The token of an open offer."""
+    monkeypatch.setenv(early.VARIABLE, "")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    )
+    early.offer(msgspec.to_builtins(SPEC), None)
+    return Path(json.loads(os.environ[early.VARIABLE])["token"])
+
+
+def test_the_first_spawned_process_takes_it(offered: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    found = []
+    for _ in range(2):
+        results = spawn.SimpleQueue()
+        process = spawn.Process(target=what_i_began, args=(results,))
+        process.start()
+        found.append((process.pid, results.get(), results.get()))
+        process.join()
+    (first, (parent, niceness, child), told_on), (_, second, _) = found
+    assert parent == first and niceness == 0 and child != first and not told_on
+    assert second is None and not offered.exists()
+
+
+def test_other_processes_leave_it(offered: Path) -> None:
+    """A plain interpreter, and one that was spawned by somebody else."""
+    asked = "from sglang_psd import early; early.accept(); print(early.take())"
+    spawned = [sys.executable, "-c", asked, "--multiprocessing-fork"]
+    by_others = f"import subprocess; subprocess.run({spawned!r})"
+    for script in (asked, by_others):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "None" and offered.exists()
+    offered.unlink()
+
+
+def test_what_starts_with_python_knows_the_variable() -> None:
+    """It is named there a second time: importing this package's module in every interpreter would cost too much."""
+    assert early.VARIABLE in Path(bootstrap.__file__).read_text()
