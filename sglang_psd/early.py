@@ -10,6 +10,7 @@ what it says is not what the scheduler would start, nothing is lost but time. St
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -66,8 +67,14 @@ def offer(spec: dict[str, Any], visible_device: str | None) -> None:
     """
     file, token = tempfile.mkstemp(prefix="sglang-psd-")
     os.close(file)
+    atexit.register(_withdraw, token)
     offered = {"token": token, "by": os.getpid(), "spec": spec, "visible_device": visible_device}
     os.environ[VARIABLE] = json.dumps(offered)
+
+
+def _withdraw(token: str) -> None:
+    with contextlib.suppress(OSError):  # it has been taken
+        os.unlink(token)
 
 
 def accept() -> None:

@@ -146,7 +146,7 @@ class PSDServerArgs(ServerArgs):
     def check_server_args(self) -> None:
         """As SGLang's, right before the scheduler is spawned: its drafter may begin with it."""
         super().check_server_args()
-        if uses_psd(self):
+        if uses_psd(self) and self.node_rank == 0:
             from sglang_psd.scheduler.launch import offer_early_start
 
             offer_early_start(self)
