@@ -41,6 +41,8 @@ def portable(argument: str) -> str:
     path = Path(argument)
     if not path.is_absolute():
         return argument
+    if argument == sys.executable:  # it may lie in the project's own environment
+        return path.name
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 

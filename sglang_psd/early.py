@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from typing import Any
 VARIABLE = "SGLANG_PSD_EARLY_START"
 # What children of ``multiprocessing`` are started with; its own helpers are not.
 _SPAWNED = "--multiprocessing-fork"
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -87,7 +90,16 @@ def accept() -> None:
         offered = json.loads(text)
         if offered["by"] == os.getppid():
             os.unlink(offered["token"])  # raises where another process has taken it
+            _die_with_parent(offered["by"])
             _started = _start(offered["spec"], offered["visible_device"])
+
+
+def _die_with_parent(parent: int) -> None:
+    """As SGLang's schedulers do later on: a launcher that is told to stop would leave one that still imports behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _start(spec: dict[str, Any], visible_device: str | None) -> EarlyStart:

@@ -201,7 +201,8 @@ def test_sigterm_while_loading_leaves_nothing(logs: Path) -> None:
     server = ServerProcess(flags, logs / "early.log", environment=ENVIRONMENT)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not any("sglang_psd.drafter" in command_line(p) for p in process_tree(server)):
+        # By now SGLang's processes have imported everything: before, they do not notice that their launcher is gone.
+        while not any("sglang_psd::drafter" in command_line(p) for p in process_tree(server)):
             assert server.running() and time.monotonic() < deadline, server.log_tail()
             time.sleep(0.05)
         processes = process_tree(server)

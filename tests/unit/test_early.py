@@ -7,14 +7,18 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from sglang_psd import early
 from sglang_psd.cpu import bootstrap
 from tests.unit.test_standby import SPEC
+
+ROOT = str(Path(__file__).parents[2])
 
 
 def what_i_began(results) -> None:
@@ -49,6 +53,43 @@ def test_the_first_spawned_process_takes_it(offered: Path) -> None:
     (first, (parent, niceness, child), told_on), (_, second, _) = found
     assert parent == first and niceness == 0 and child != first and not told_on
     assert second is None and not offered.exists()
+
+
+LAUNCHER = """
+import multiprocessing, sys, time
+import msgspec
+from sglang_psd import early
+from tests.unit.test_early import linger
+from tests.unit.test_standby import SPEC
+if __name__ == "__main__":
+    early.offer(msgspec.to_builtins(SPEC), None)
+    spawn = multiprocessing.get_context("spawn")
+    pids = spawn.SimpleQueue()
+    spawn.Process(target=linger, args=(pids,)).start()
+    print(*pids.get(), flush=True)
+    time.sleep(600)
+"""
+
+
+def linger(pids) -> None:
+    begun = early.take()
+    pids.put((os.getpid(), begun.process.pid))
+    time.sleep(600)
+
+
+def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """The spawned process has not come to its own precautions yet."""
+    script = tmp_path / "launcher.py"
+    script.write_text(LAUNCHER)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])}
+    with subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        both = [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()]
+        assert len(both) == 2
+        launcher.kill()
+    assert not psutil.wait_procs(both, timeout=20.0)[1]
 
 
 def test_other_processes_leave_it(offered: Path) -> None:
