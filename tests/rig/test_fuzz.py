@@ -150,7 +150,7 @@ def test_much_random_traffic(run_case, models) -> None:
         try:
             check(run_case, models, scenario)
         except AssertionError as error:
-            failed[number] = str(error)[:4000]
+            failed[number] = str(error)[:4000].replace(f"{Path(__file__).parents[2]}/", "")
         kinds.update(call.kind for call in scenario.calls)
         distinct.update(map(repr, scenario.calls))
         _record(number + 1 - FUZZ_FROM, kinds, len(distinct), failed, time.monotonic() - begin)
