@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,10 +21,11 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_psd.lifeline import die_with_parent
+
 VARIABLE = "SGLANG_PSD_EARLY_START"
 # What children of ``multiprocessing`` are started with; its own helpers are not.
 _SPAWNED = "--multiprocessing-fork"
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -90,16 +89,9 @@ def accept() -> None:
         offered = json.loads(text)
         if offered["by"] == os.getppid():
             os.unlink(offered["token"])  # raises where another process has taken it
-            _die_with_parent(offered["by"])
+            # As SGLang's schedulers do later on: a launcher that is told to stop would leave one that still imports.
+            die_with_parent(offered["by"])
             _started = _start(offered["spec"], offered["visible_device"])
-
-
-def _die_with_parent(parent: int) -> None:
-    """As SGLang's schedulers do later on: a launcher that is told to stop would leave one that still imports behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def _start(spec: dict[str, Any], visible_device: str | None) -> EarlyStart:

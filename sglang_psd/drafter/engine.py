@@ -55,9 +55,8 @@ class DraftEngine:
         self.spec = spec
         self._model = self._load(spec)
         self._states: dict[str, DraftState] = {}
-        self._last: tuple[list[DraftState], HostChain] | None = (
-            None  # the chain drafted last, as long as its requests stand as it left them
-        )
+        # The chain drafted last, as long as its requests stand as it left them.
+        self._last: tuple[list[DraftState], HostChain] | None = None
         self._rounds = 0
         self._drafted_tokens = 0
         self.load_s = time.monotonic() - started

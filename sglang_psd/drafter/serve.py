@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import logging
 import os
 import signal
-import sys
 import time
 from collections import deque
 
@@ -33,13 +31,13 @@ from sglang_psd.channel.transport import Channel
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.drafter.standby import await_spec, engine_module
 from sglang_psd.errors import ChannelDamagedError, ProtocolError
+from sglang_psd.lifeline import die_with_parent
 
 logger = logging.getLogger(__name__)
 
 PARENT_CHECK_S = 1.0
 # Messages read ahead of the one being served; more stay in the queue, whose sender notices when it is full.
 INBOX_MESSAGES = 4096
-_PR_SET_PDEATHSIG = 1
 
 
 class DrafterLoop:
@@ -157,10 +155,7 @@ def bind_life_to_parent(parent_pid: int) -> None:
     The scheduler ends this process (``Shutdown``, then SIGTERM); a Ctrl-C that reaches the whole process group must
     not race with that. If the parent is killed outright the kernel sends SIGKILL here.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died while this interpreter was starting
-        os._exit(0)
+    die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -12,21 +12,9 @@ from tests.rig.graphs import graphs_on_cpu
 from tests.rig.oracle import Oracle, assert_prefixes, make_prompts
 from tests.rig.rig import Output, Rig
 from tests.rig.test_eagle import LENGTHS, PROMPTS, TARGET_OF, _assert_replica, _record_drafts
-from tests.rig.test_identity import assert_full_acceptance, run_lengths, staggered_lengths
+from tests.rig.test_identity import run_batches, staggered_lengths
 
 BATCHES = (1, 3, 9)
-
-
-def _batches(models: Path, draft: str, k: int, mode: str) -> list[list[Output]]:
-    prompts, results = make_prompts(max(BATCHES)), []
-    with Rig(models, draft, k, mode, "overlapped", sabotage=graphs_on_cpu) as rig:
-        for size in BATCHES:
-            rids = run_lengths(rig, prompts[:size], staggered_lengths(size))
-            if draft == "D_same":
-                assert_full_acceptance(rig, rids, k)
-            results.append([rig.output(rid) for rid in rids])
-            rig.idle_check()
-        return results
 
 
 @pytest.mark.parametrize(
@@ -35,7 +23,8 @@ def _batches(models: Path, draft: str, k: int, mode: str) -> list[list[Output]]:
 def test_batches(run_case, models: Path, oracle: Oracle, draft: str, k: int, mode: str) -> None:
     """Padding rows, one request alone, all drafts accepted or some."""
     prompts = make_prompts(max(BATCHES))
-    for size, outputs in zip(BATCHES, run_case(_batches, models, draft, k, mode)):
+    batches = run_case(run_batches, models, draft, k, mode, "overlapped", BATCHES, sabotage=graphs_on_cpu)
+    for size, outputs in zip(BATCHES, batches):
         assert_prefixes(outputs, staggered_lengths(size), oracle.greedy(prompts[:size]))
 
 

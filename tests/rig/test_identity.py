@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,10 +48,13 @@ def assert_full_acceptance(rig: Rig, rids: list[str], k: int, *, spared: int = 0
 # --- every chunk, every drafter, every batch -----------------------------------------------------
 
 
-def _batches(models: Path, draft: str, k: int, mode: str, loop: str) -> list[list[Output]]:
-    with Rig(models, draft, k, mode, loop) as rig:
+def run_batches(
+    models: Path, draft: str, k: int, mode: str, loop: str, sizes: tuple[int, ...] = BATCHES, **options: Any
+) -> list[list[Output]]:
+    """Batches of each size, one after the other, on one server."""
+    with Rig(models, draft, k, mode, loop, **options) as rig:
         results = []
-        for size in BATCHES:
+        for size in sizes:
             rids = run_lengths(rig, PROMPTS[:size], staggered_lengths(size))
             if draft == "D_same":
                 assert_full_acceptance(rig, rids, k)
@@ -66,7 +70,7 @@ def test_batches(run_case, models, oracle, draft: str, k: int) -> None:
     turn = k + DRAFTS.index(draft)
     mode, loop = MODES[turn % 2], LOOPS[turn // 2 % 2]
     truth = oracle.greedy(PROMPTS)
-    for size, outputs in zip(BATCHES, run_case(_batches, models, draft, k, mode, loop)):
+    for size, outputs in zip(BATCHES, run_case(run_batches, models, draft, k, mode, loop)):
         assert_prefixes(outputs, staggered_lengths(size), truth)
         if draft == "D_bad":
             assert sum(output.accepted for output in outputs) <= 2
