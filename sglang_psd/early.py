@@ -5,22 +5,22 @@ scheduler can start the drafter only when its own imports are over, so a start w
 Therefore the launching process, which knows the arguments, leaves an offer in the environment; the first process that
 it spawns takes it while its interpreter starts (``cpu/bootstrap.py``), and starts a standby (``drafter/standby.py``),
 its own child. When the scheduler is ready to start its drafter, that standby becomes it. Without the offer, or when
-what it says is not what the scheduler would start, nothing is lost but time. Standard library only.
+what it says is not what the scheduler would start, nothing is lost but time. Nothing heavy may be imported here.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from typing import Any
 
+import msgspec
+
+from sglang_psd.drafter.spec import DrafterSpec
+from sglang_psd.drafter.standby import StandbyProcess
 from sglang_psd.lifeline import die_with_parent
 
 VARIABLE = "SGLANG_PSD_EARLY_START"
@@ -34,36 +34,28 @@ class EarlyStart:
 
     Attributes
     ----------
-    process : Popen
-    control : socket
-        Its control connection, as ``StandbyProcess`` uses it.
-    spec : dict
+    standby : StandbyProcess
+    spec : DrafterSpec
         What it was started with.
     visible_device : str or None
         ``CUDA_VISIBLE_DEVICES`` as it was set for it; None: left alone.
     """
 
-    process: subprocess.Popen
-    control: socket.socket
-    spec: dict[str, Any]
+    standby: StandbyProcess
+    spec: DrafterSpec
     visible_device: str | None
-
-    def discard(self) -> None:
-        """End the process."""
-        self.control.close()
-        self.process.kill()
 
 
 _started: EarlyStart | None = None
 
 
-def offer(spec: dict[str, Any], visible_device: str | None) -> None:
+def offer(spec: DrafterSpec, visible_device: str | None) -> None:
     """Let the next process that this one spawns start a drafter's imports.
 
     Parameters
     ----------
-    spec : dict
-        A ``DrafterSpec`` without endpoints; its ``parent_pid`` is filled in by who takes the offer.
+    spec : DrafterSpec
+        Without endpoints; its ``parent_pid`` is filled in by who takes the offer.
     visible_device : str or None
         Value of ``CUDA_VISIBLE_DEVICES`` for it; None leaves the environment alone.
     """
@@ -71,7 +63,7 @@ def offer(spec: dict[str, Any], visible_device: str | None) -> None:
     os.close(file)
     atexit.register(_withdraw, token)
     offered = {"token": token, "by": os.getpid(), "spec": spec, "visible_device": visible_device}
-    os.environ[VARIABLE] = json.dumps(offered)
+    os.environ[VARIABLE] = msgspec.json.encode(offered).decode()
 
 
 def _withdraw(token: str) -> None:
@@ -86,24 +78,18 @@ def accept() -> None:
     if text is None or _SPAWNED not in sys.orig_argv:
         return
     with contextlib.suppress(Exception):
-        offered = json.loads(text)
+        offered = msgspec.json.decode(text)
         if offered["by"] == os.getppid():
             os.unlink(offered["token"])  # raises where another process has taken it
             # As SGLang's schedulers do later on: a launcher that is told to stop would leave one that still imports.
             die_with_parent(offered["by"])
-            _started = _start(offered["spec"], offered["visible_device"])
+            _started = _start(msgspec.convert(offered["spec"], DrafterSpec), offered["visible_device"])
 
 
-def _start(spec: dict[str, Any], visible_device: str | None) -> EarlyStart:
-    spec = {**spec, "parent_pid": os.getpid(), "import_niceness": 0}
-    environment = dict(os.environ)
-    if visible_device is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = visible_device
-    control, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-m", "sglang_psd.drafter", json.dumps(spec)]
-        process = subprocess.Popen(command, env=environment, stdin=theirs.fileno())
-    return EarlyStart(process, control, spec, visible_device)
+def _start(spec: DrafterSpec, visible_device: str | None) -> EarlyStart:
+    spec = msgspec.structs.replace(spec, parent_pid=os.getpid(), import_niceness=0)
+    visible = {} if visible_device is None else {"CUDA_VISIBLE_DEVICES": visible_device}
+    return EarlyStart(StandbyProcess(spec, {**os.environ, **visible}), spec, visible_device)
 
 
 def take() -> EarlyStart | None:

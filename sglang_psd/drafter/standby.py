@@ -23,7 +23,6 @@ from pathlib import Path
 import msgspec
 
 from sglang_psd.drafter.spec import DrafterSpec
-from sglang_psd.early import EarlyStart
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +70,6 @@ class StandbyProcess:
             raise
         self._control.setblocking(False)
         self._imported = False
-
-    @classmethod
-    def started_early(cls, early: EarlyStart) -> StandbyProcess:
-        """The standby that was started while this process's interpreter was."""
-        standby = cls.__new__(cls)
-        standby._process, standby._control, standby._imported = early.process, early.control, False
-        standby._control.setblocking(False)
-        return standby
 
     def _start(self, spec: DrafterSpec, environment: Mapping[str, str], control: socket.socket) -> subprocess.Popen:
         return start_interpreter(spec, environment, control.fileno())

@@ -158,13 +158,13 @@ class DrafterLauncher:
         begun = early.take()
         if begun is None:
             return self.launch()
-        expected = msgspec.to_builtins(msgspec.structs.replace(self.spec, import_niceness=0))
+        expected = msgspec.structs.replace(self.spec, import_niceness=0)
         visible = visible_name(self._device, os.environ.get("CUDA_VISIBLE_DEVICES"))
         if (begun.spec, begun.visible_device) != (expected, visible):
             logger.info("PSD: the drafter's early start was for another drafter; a new process is started.")
-            begun.discard()
+            begun.standby.end()
             return self.launch()
-        return self.launch(StandbyProcess.started_early(begun))
+        return self.launch(begun.standby)
 
     def launch(self, standby: StandbyProcess | None = None) -> DrafterProcess:
         """Start a drafter, or let ``standby`` become one; returns at once, ``join`` waits for it."""
@@ -185,7 +185,7 @@ def offer_early_start(args: PSDServerArgs) -> None:
     gpus = [] if args.device == "cpu" else [args.base_gpu_id + rank * args.gpu_id_step for rank in range(args.tp_size)]
     device = choose_device(config.drafter_device, gpus, torch.cuda.device_count() if gpus else 0)
     spec = drafter_spec(args, config, device, vocab_limit(args))
-    early.offer(msgspec.to_builtins(spec), visible_name(device, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    early.offer(spec, visible_name(device, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def drafter_environment(device: DrafterDevice, environment: Mapping[str, str]) -> dict[str, str]:

@@ -88,7 +88,7 @@ class PSDSchedulerMixin(
         self._psd_refused = {}
         process = self._psd_spawn_drafter() if self.ps.tp_rank == 0 else None
         if (begun := early.take()) is not None:  # not rank 0: it has no drafter
-            begun.discard()
+            begun.standby.end()
         super().init_model_worker()
         if process is not None:
             process.join(self.psd.start_timeout_s)

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
@@ -23,10 +22,10 @@ ROOT = str(Path(__file__).parents[2])
 
 def what_i_began(results) -> None:
     begun = early.take()
-    results.put(None if begun is None else (begun.spec["parent_pid"], begun.spec["import_niceness"], begun.process.pid))
+    results.put(None if begun is None else (begun.spec.parent_pid, begun.spec.import_niceness, begun.standby.pid))
     if begun is not None:
-        begun.discard()
-        begun.process.wait()
+        begun.standby.end()
+        begun.standby._process.wait()
     results.put(early.VARIABLE in os.environ)
 
 
@@ -37,7 +36,7 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     )
-    early.offer(msgspec.to_builtins(SPEC), None)
+    early.offer(SPEC, None)
     return Path(json.loads(os.environ[early.VARIABLE])["token"])
 
 
@@ -57,12 +56,11 @@ def test_the_first_spawned_process_takes_it(offered: Path) -> None:
 
 LAUNCHER = """
 import multiprocessing, sys, time
-import msgspec
 from sglang_psd import early
 from tests.unit.test_early import linger
 from tests.unit.test_standby import SPEC
 if __name__ == "__main__":
-    early.offer(msgspec.to_builtins(SPEC), None)
+    early.offer(SPEC, None)
     spawn = multiprocessing.get_context("spawn")
     pids = spawn.SimpleQueue()
     spawn.Process(target=linger, args=(pids,)).start()
@@ -73,7 +71,7 @@ if __name__ == "__main__":
 
 def linger(pids) -> None:
     begun = early.take()
-    pids.put((os.getpid(), begun.process.pid))
+    pids.put((os.getpid(), begun.standby.pid))
     time.sleep(600)
 
 

@@ -10,10 +10,13 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from sglang_psd import early
 from sglang_psd.config import PSDConfig
+from sglang_psd.drafter.spec import DrafterSpec
+from sglang_psd.drafter.standby import StandbyProcess
 from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
 from sglang_psd.scheduler import launch
 from sglang_psd.scheduler.devices import DrafterDevice
@@ -119,13 +122,11 @@ def test_the_first_drafter_takes_the_process_that_was_started_for_it(monkeypatch
     launch.offer_early_start(args)  # type: ignore[arg-type]
     offered = json.loads(os.environ["SGLANG_PSD_EARLY_START"])
     os.unlink(offered["token"])
-    waiting = [sys.executable, "-c", "print(input())"]
-    here, there = socket.socketpair()
-    with there:
-        process = subprocess.Popen(waiting, stdin=there.fileno(), stdout=subprocess.PIPE, text=True)
-    spec = {**offered["spec"], "parent_pid": os.getpid(), "import_niceness": 0}
+    spec = msgspec.convert({**offered["spec"], "parent_pid": os.getpid(), "import_niceness": 0}, DrafterSpec)
+    begun = Waiting(spec, os.environ)
+    process = begun._process
     visible = change.get("visible", offered["visible_device"])
-    monkeypatch.setattr(early, "_started", early.EarlyStart(process, here, spec, visible))
+    monkeypatch.setattr(early, "_started", early.EarlyStart(begun, spec, visible))
     monkeypatch.setattr("sglang_psd.drafter.process.start_interpreter", lambda *_: no_drafter())
     args.max_running_requests = change.get("max_running_requests", args.max_running_requests)
     drafter = DrafterLauncher(args, PSDConfig(), OWN).launch_first()  # type: ignore[arg-type]
@@ -137,6 +138,14 @@ def test_the_first_drafter_takes_the_process_that_was_started_for_it(monkeypatch
         assert json.loads(said)["endpoint"].startswith("ipc://")
     else:
         assert process.returncode != 0
+
+
+class Waiting(StandbyProcess):
+    """Prints what it is told."""
+
+    def _start(self, spec: DrafterSpec, environment: Any, control: socket.socket) -> subprocess.Popen:
+        command = [sys.executable, "-c", "print(input())"]
+        return subprocess.Popen(command, stdin=control.fileno(), stdout=subprocess.PIPE, text=True)
 
 
 def no_drafter() -> subprocess.Popen:
