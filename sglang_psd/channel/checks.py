@@ -49,15 +49,19 @@ def check_proposals(message: Proposals) -> None:
         and len(message.tokens) == rows * steps * TOKEN.itemsize
         and len(message.law_ids) == law * TOKEN.itemsize
         and len(message.law_probs) == law * PROB.itemsize
-        and all(0 <= count <= steps for count in message.counts)
-        and all(0 <= row < rows for row in message.sampled)
-        and all(0 <= row < rows for row in message.unknown)
+        and _within(message.counts, steps)
+        and _within(message.sampled, rows - 1)
+        and _within(message.unknown, rows - 1)
         and all(0.0 <= moment < LATEST_S for moment in (message.received_s, message.started_s, message.finished_s))
         # A sampled row without a law would pass for one that was proposed with certainty.
         and (message.top_m > 0 or not message.sampled)
     )
     if not sound:
         raise ProtocolError("The drafter sent proposals whose arrays do not match their header.")
+
+
+def _within(numbers: list[int], most: int) -> bool:
+    return not numbers or (min(numbers) >= 0 and max(numbers) <= most)
 
 
 def check_contents(message: Proposals, num_steps: int, vocab_limit: int) -> None:

@@ -6,7 +6,6 @@ the target's first kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +19,7 @@ class ProposalTable:
 
     Attributes
     ----------
+    rids : list of str
     base_lens : list of int
         Committed length that each row continues.
     counts : ndarray, ``[R] int64``
@@ -32,6 +32,7 @@ class ProposalTable:
 
     def __init__(self, message: Proposals):
         rows, steps = len(message.rids), message.num_steps
+        self.rids = message.rids
         self.base_lens = message.base_lens
         self.counts = np.array(message.counts, dtype=np.int64)
         self.tokens = np.frombuffer(message.tokens, TOKEN).reshape(rows, steps)
@@ -99,14 +100,13 @@ class DraftBatch:
     def __len__(self) -> int:
         return len(self.counts)
 
-    def put(self, places: Sequence[int], table: ProposalTable, rows: Sequence[int], limits: Sequence[int]) -> None:
-        """Give the requests at ``places`` the drafts in ``rows`` of a message, ``limits`` of them at most."""
-        at, source = np.array(places, dtype=np.int64), np.array(rows, dtype=np.int64)
+    def put(self, at: np.ndarray, table: ProposalTable, source: np.ndarray, limits: np.ndarray) -> None:
+        """Give the requests at places ``at`` the drafts in rows ``source`` of a message, ``limits`` of them at most."""
         steps = table.tokens.shape[1]
         counts = np.minimum(table.counts[source], limits)
         real = np.arange(steps) < counts[:, None]
         self.counts[at] = counts
-        self.base_lens[at] = [table.base_lens[row] for row in rows]
+        self.base_lens[at] = np.array(table.base_lens, dtype=np.int64)[source]
         self.tokens[at, :steps] = np.where(real, table.tokens[source], 0)
         if table.law_of is None:
             return

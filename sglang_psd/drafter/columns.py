@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sglang_psd.drafter.packed import SAMPLED, SEEDED, unpack_sampling
@@ -49,12 +50,17 @@ class Columns:
         columns.lens.fill_(1)
         return columns
 
-    def fill(self, states: Sequence[Pooled]) -> Kinds:
-        """Write the given requests into the first rows (host tensors only) and padding into the rest."""
-        count = len(states)
+    def clear(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Write padding behind the first ``count`` rows (host tensors only); returns both arrays for the others."""
         ints, floats = self.ints.numpy(), self.floats.numpy()
         ints[:, count:], floats[:, count:] = 0, 1.0
         ints[1, count:] = 1
+        return ints, floats
+
+    def fill(self, states: Sequence[Pooled]) -> Kinds:
+        """Write the given requests into the first rows (host tensors only) and padding into the rest."""
+        count = len(states)
+        ints, floats = self.clear(count)
         tokens = [state.tokens for state in states]
         ints[0, :count] = [state.pool_row for state in states]
         ints[1, :count] = [len(each) for each in tokens]
@@ -114,3 +120,7 @@ class Columns:
     def min_p(self) -> torch.Tensor:
         """``[R, 1] float32``."""
         return self.floats[2].unsqueeze(1)
+
+
+# Writes a batch into columns on the host, padding included.
+Fill = Callable[[Columns], Kinds]

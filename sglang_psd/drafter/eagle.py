@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from sglang_psd.channel.mailbox import Mailbox
-from sglang_psd.channel.messages import Close, Credit, Features, Hello, Load, Loaded, Open, Stats
+from sglang_psd.channel.messages import Close, Credit, Features, Hello, Load, Loaded, Open, Round, Stats
 from sglang_psd.drafter.engine import PREFILL_CHUNK, DraftEngine
 from sglang_psd.drafter.head_cache import EndedRequests
 from sglang_psd.drafter.head_model import HeadModel
@@ -142,6 +142,9 @@ class EagleEngine(DraftEngine):
         return bool(waiting) and self._feed(waiting, PREFILL_CHUNK)
 
     # --- drafting -------------------------------------------------------------------------------
+
+    def draft_known(self, message: Round, received_s: float) -> None:
+        """No round goes on by itself: each waits for hidden states."""
 
     def _make_ready(self, states: list[HeadState], num_steps: int) -> list[HeadState]:  # type: ignore[override]
         ready = [state for state in states if state.complete and self._usable(state, num_steps)]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 import numpy as np
 import torch
 
 from sglang_psd.channel.messages import (
-    PROB,
     SCHEMA_VERSION,
     TOKEN,
     Close,
@@ -23,13 +23,16 @@ from sglang_psd.channel.messages import (
     Loaded,
     Open,
     Proposals,
+    Round,
     RoundRow,
     Stats,
 )
+from sglang_psd.drafter.answer import Laws, make_proposals
 from sglang_psd.drafter.chain import CATCH_UP, HostChain
 from sglang_psd.drafter.model import DraftModel
 from sglang_psd.drafter.packed import SAMPLED, kind_of
 from sglang_psd.drafter.rows import DraftState, Pooled
+from sglang_psd.drafter.snapshot import Snapshot
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.errors import ProtocolError
 
@@ -55,8 +58,11 @@ class DraftEngine:
         self.spec = spec
         self._model = self._load(spec)
         self._states: dict[str, DraftState] = {}
-        # The chain drafted last, as long as its requests stand as it left them.
+        # The chain drafted last, until a slot is given to another request: its last drafts can still be fed.
         self._last: tuple[list[DraftState], HostChain] | None = None
+        # Requests of a chain whose states have not been told yet what it has fed.
+        self._untold: tuple[list[DraftState], HostChain] | None = None
+        self._snapshot = Snapshot(spec.max_requests, spec.num_steps, self._model.context_len, self._model.vocab_size)
         self._rounds = 0
         self._drafted_tokens = 0
         self.load_s = time.monotonic() - started
@@ -79,7 +85,7 @@ class DraftEngine:
 
     def close(self, message: Close) -> None:
         """Forget requests and free their KV; unknown ids are ignored."""
-        self._last = None
+        self._tell()
         for rid in message.rids:
             state = self._states.pop(rid, None)
             if state is not None:
@@ -87,6 +93,7 @@ class DraftEngine:
 
     def reset(self) -> None:
         """Forget every request."""
+        self._last = None
         self.close(Close(list(self._states)))
 
     def load(self, message: Load) -> Loaded:
@@ -96,7 +103,7 @@ class DraftEngine:
 
     def commit(self, row: RoundRow) -> DraftState | None:
         """Take over a row's new tokens; a request that is out of step is forgotten. None: unknown from now on."""
-        self._last = None
+        self._tell()
         state = self._states.get(row.rid)
         sound = max(row.new_tokens, default=0) < self._model.vocab_size
         if state is not None and not (sound and state.commit(row.new_tokens, row.base_len)):
@@ -106,17 +113,56 @@ class DraftEngine:
 
     def backlog(self, rid: str) -> int:
         """Tokens of ``rid`` that still need KV, beyond what a round catches up by itself."""
+        self._tell()
         state = self._states.get(rid)
         return 0 if state is None else max(0, state.missing - CATCH_UP)
 
     def prefill_some(self) -> bool:
         """Build KV of one batch of waiting requests; False when nothing is left to do."""
+        self._tell()
         waiting = [s for s in self._states.values() if s.missing > CATCH_UP and self._usable(s, 0)]
         if not waiting:
             return False
         return self._extend(waiting, PREFILL_CHUNK)
 
     # --- drafting -------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def draft_known(self, message: Round, received_s: float) -> Proposals | None:
+        """As ``draft``, for a round whose requests all go on as expected; None, and nothing done, for any other.
+
+        Nothing is looked at request by request on the way to the device and back that can wait: what the requests have
+        gained is written down while it works, what the chain has fed when the round is answered.
+        """
+        started, rows, num_steps = time.monotonic(), message.rows, message.num_steps
+        states = [self._states.get(row.rid) for row in rows]
+        if None in states or not 0 < num_steps <= self.spec.num_steps or len({row.rid for row in rows}) < len(rows):
+            return None
+        known = cast("list[DraftState]", states)
+        self._tell()
+        layout = self._snapshot.lay_out(known, rows, num_steps)
+        if layout is None:
+            return None
+
+        def commit() -> None:
+            for state, row in zip(known, rows):
+                if not state.commit(row.new_tokens, row.base_len):
+                    raise RuntimeError(f"{row.rid} is out of step with what was noted of it.")
+
+        drafts = self._model.draft_laid_out(len(rows), layout.fill, layout.width, num_steps, commit)
+        self._last = self._untold = known, drafts
+        if self.spec.integrity_checks and (fault := self.fault()) is not None:
+            raise RuntimeError(f"after round {message.round_id}: {fault}")
+        sampled = layout.sampled()
+        laws, counts = Laws(drafts, sampled, sampled), [num_steps] * len(rows)
+        return self._answer(message.round_id, rows, counts, drafts.tokens, laws, (received_s, started))
+
+    def _tell(self) -> None:
+        """Let states know what the chain of ``draft_known`` has fed; whoever looks at them calls this first."""
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            for state, drafts in zip(untold[0], untold[1].tokens.tolist()):
+                state.note_chain(drafts)
 
     @torch.inference_mode()
     def draft(self, round_id: int, rows: Sequence[RoundRow], num_steps: int, received_s: float) -> Proposals:
@@ -126,6 +172,7 @@ class DraftEngine:
         affected.
         """
         started = time.monotonic()
+        self._tell()
         num_steps = min(num_steps, self.spec.num_steps)
         known = {row.rid: state for row in rows if (state := self.commit(row)) is not None}
         # A second row of one name may have taken the first one's request out of step: it is gone then.
@@ -147,22 +194,30 @@ class DraftEngine:
 
     @torch.inference_mode()
     def use_pause(self) -> None:
-        """Do ahead what the next rounds would have to wait for; right after ``draft``, while the target verifies.
+        """Do ahead what the next rounds would have to wait for; after a round, while the target verifies.
 
         The last draft of each chain is fed to the model: where the whole chain is accepted nothing is missing then.
-        Slots for the next chain are taken while there are plenty.
+        Slots for the next chain are taken while there are plenty, and requests are noted for ``draft_known``.
         """
+        self._tell()
         last, self._last = self._last, None
         if last is None:
             return
-        states, chain = last
-        num_steps = chain.tokens.shape[1]
-        self._model.feed_last(states, num_steps)
-        for state, drafts in zip(states, chain.tokens):
-            state.note_last(int(drafts[-1]))
+        num_steps = last[1].tokens.shape[1]
+        self._model.feed_last(len(last[0]), num_steps)
+        # Some may have ended or gone on since.
+        standing = [
+            (state, int(drafts[-1]))
+            for state, drafts in zip(last[0], last[1].tokens)
+            if self._states.get(state.rid) is state and state.num_fed == len(state.tokens) + num_steps - 1
+        ]
+        states = [state for state, _ in standing]
         if self._model.free_kv_tokens > FREE_SHARE * self._model.kv_tokens:
             most = [min(len(s.tokens) + 2 * num_steps + 1, self._model.context_len) for s in states]
             self._model.reserve_all(states, most)
+        for state, draft in standing:
+            state.note_last(draft)
+            self._snapshot.note(state)
 
     def _usable(self, state: Pooled, num_steps: int) -> bool:
         return len(state.tokens) + num_steps <= self._model.context_len
@@ -189,34 +244,28 @@ class DraftEngine:
         places = [index.get(row.rid, -1) for row in rows] if drafts is not None else [-1] * len(rows)
         tokens = np.zeros((len(rows), num_steps), TOKEN)
         sampled: list[int] = []
-        law_ids, law_probs = np.zeros(0, TOKEN), np.zeros(0, PROB)
         if drafts is not None:
             served = [i for i, at in enumerate(places) if at >= 0]
             tokens[served] = drafts.tokens[[places[i] for i in served]]
             for state, chain in zip(ready, drafts.tokens.tolist()):
                 state.note_chain(chain)
-            if drafts.law_ids is not None and drafts.law_probs is not None:
-                sampled = [i for i in served if kind_of(ready[places[i]].sampling) == SAMPLED]
-                picked = [places[i] for i in sampled]
-                law_ids, law_probs = drafts.law_ids[picked].astype(TOKEN), drafts.law_probs[picked].astype(PROB)
+            sampled = [i for i in served if kind_of(ready[places[i]].sampling) == SAMPLED]
         counts = [num_steps if at >= 0 else 0 for at in places]
+        laws = Laws(drafts, sampled, [places[i] for i in sampled])
+        return self._answer(round_id, rows, counts, tokens, laws, (received_s, started_s))
+
+    def _answer(
+        self,
+        round_id: int,
+        rows: Sequence[RoundRow],
+        counts: list[int],
+        tokens: np.ndarray,
+        laws: Laws,
+        times: tuple[float, float],
+    ) -> Proposals:
         self._rounds += 1
         self._drafted_tokens += sum(counts)
-        return Proposals(
-            round_id=round_id,
-            rids=[row.rid for row in rows],
-            base_lens=[row.base_len for row in rows],
-            counts=counts,
-            num_steps=num_steps,
-            tokens=tokens.tobytes(),
-            sampled=sampled,
-            top_m=law_ids.shape[-1] if sampled else 0,
-            law_ids=law_ids.tobytes(),
-            law_probs=law_probs.tobytes(),
-            received_s=received_s,
-            started_s=started_s,
-            finished_s=time.monotonic(),
-        )
+        return make_proposals(round_id, rows, counts, tokens, laws, times)
 
     @torch.inference_mode()
     def _extend(self, states: list[DraftState], budget: int) -> bool:
@@ -233,9 +282,10 @@ class DraftEngine:
         prefix = [len(state.fed) for state, _ in chosen]
         takes = [take for _, take in chosen]
         ids = [t for state, take in chosen for t in state.tokens[len(state.fed) : len(state.fed) + take]]
+        self._last = None  # its last drafts' slots may be another's by now
         self._model.extend([s.pool_row for s, _ in chosen], ids, prefix, takes)
         for state, take in chosen:
-            state.fed.extend(state.tokens[len(state.fed) : len(state.fed) + take])
+            state.note_fed(take)
         return True
 
     # --- reports --------------------------------------------------------------------------------
@@ -269,4 +319,5 @@ class DraftEngine:
 
     def fault(self) -> str | None:
         """What is wrong with the pools; None when every slot and row is free or held once, by an open request."""
+        self._tell()
         return self._model.fault(list(self._states.values()))

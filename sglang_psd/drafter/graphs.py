@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_psd.drafter.chain import CATCH_UP, Chain, run_step, step_batch
-from sglang_psd.drafter.columns import Columns, Kinds
+from sglang_psd.drafter.columns import Columns, Fill, Kinds
 
 if TYPE_CHECKING:
-    from sglang_psd.drafter.rows import DraftState
     from sglang_psd.drafter.spec import DrafterSpec
 
 logger = logging.getLogger(__name__)
@@ -222,14 +220,14 @@ class ChainGraphs:
     # --- replay ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run(self, states: Sequence[DraftState], width: int) -> tuple[Chain, Kinds]:
-        """Draft for the given requests, each of which misses ``width`` tokens at most.
+    def run(self, count: int, fill: Fill, width: int) -> tuple[Chain, Kinds]:
+        """Draft for the ``count`` requests that ``fill`` writes down, each of which misses ``width`` tokens at most.
 
         The chain's tensors are the graphs' own, valid until the next run; it may have padding rows at the end.
         """
-        size = self._size_for(len(states))
+        size = self._size_for(count)
         host, static = self._host[size], self._static[size]
-        kinds = host.fill(states)
+        kinds = fill(host)
         static.ints.copy_(host.ints, non_blocking=True)
         static.floats.copy_(host.floats, non_blocking=True)
         return self._replay(size, kinds, width), kinds

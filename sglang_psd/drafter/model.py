@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sglang_psd.drafter.chain import CATCH_UP, Chain, HostChain, run_step, step_batch
-from sglang_psd.drafter.columns import Columns, Kinds
+from sglang_psd.drafter.columns import Columns, Fill, Kinds
 from sglang_psd.drafter.graphs import ChainGraphs
 from sglang_psd.drafter.rows import DraftState, Pooled
 from sglang_psd.drafter.spec import DrafterSpec
@@ -174,38 +174,49 @@ class DraftModel:
             extend_logprob_start_lens_cpu=takes,
         )
 
-    @torch.inference_mode()
     def draft_chain(self, states: Sequence[DraftState], num_steps: int) -> HostChain:
         """Draft ``num_steps`` tokens for each request; catches up one or two committed tokens on the way.
 
         KV below ``len(tokens) + num_steps - 1`` must have been reserved.
         """
         width = 1 if all(state.missing == 1 for state in states) else CATCH_UP
+        return self.draft_laid_out(len(states), lambda columns: columns.fill(states), width, num_steps)
+
+    @torch.inference_mode()
+    def draft_laid_out(
+        self, count: int, fill: Fill, width: int, num_steps: int, meanwhile: Callable[[], None] = lambda: None
+    ) -> HostChain:
+        """As ``draft_chain``, for the ``count`` requests that ``fill`` writes down.
+
+        Each of them misses ``width`` tokens at most; ``meanwhile`` is called while the device works.
+        """
         if self._graphs is not None and num_steps == self._spec.num_steps:
-            chain, kinds = self._graphs.run(states, width)
+            chain, kinds = self._graphs.run(count, fill, width)
         else:
-            columns = Columns.empty(len(states), "cpu")
-            kinds = columns.fill(states)
+            columns = Columns.empty(count, "cpu")
+            kinds = fill(columns)
             self._eager = _EagerChain(
                 columns,
                 self._on_device(columns),
-                Chain.empty(num_steps, len(states), min(self._spec.top_m, self._spec.vocab_limit), self.device),
+                Chain.empty(num_steps, count, min(self._spec.top_m, self._spec.vocab_limit), self.device),
                 kinds,
-                self._draw_uniforms(kinds, num_steps, len(states)),
+                self._draw_uniforms(kinds, num_steps, count),
             )
             for step in range(num_steps):
                 self._run_step(self._eager, step, width if step == 0 else 1)
             chain = self._eager.chain
-        return chain.to_host(kinds, len(states))
+        meanwhile()
+        return chain.to_host(kinds, count)
 
     @torch.inference_mode()
-    def feed_last(self, states: Sequence[DraftState], num_steps: int) -> None:
-        """Feed the last drafts of the chain just drafted for ``states``; nothing may have happened in between.
+    def feed_last(self, count: int, num_steps: int) -> None:
+        """Feed the last drafts of the chain just drafted for ``count`` requests; no slot may have been given to
+        another request in between.
 
         KV below ``len(tokens) + num_steps`` must have been reserved.
         """
         if self._graphs is not None and num_steps == self._spec.num_steps:
-            self._graphs.feed_last(len(states))
+            self._graphs.feed_last(count)
         elif self._eager is not None:
             self._run_step(self._eager, num_steps, 1)
 

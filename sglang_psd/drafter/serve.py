@@ -60,6 +60,7 @@ class DrafterLoop:
 
     def run(self) -> None:
         """Serve until told to leave."""
+        answered = False
         while self._has_parent():
             self._drain(PARENT_CHECK_S)
             while self._inbox:
@@ -68,7 +69,9 @@ class DrafterLoop:
                     return
                 self._handle(message, received_s)
                 self._drain(0.0)
-                if isinstance(message, Round) and not self._inbox:
+                answered = answered or isinstance(message, Round)
+                if answered and not self._inbox:
+                    answered = False
                     self._engine.use_pause()
                     self._drain(0.0)
             while not self._inbox and self._engine.prefill_some():
@@ -130,6 +133,9 @@ class DrafterLoop:
         A row that a later round in the inbox overtakes is only committed: nobody waits for its drafts any more.
         """
         overtaken = {row.rid for _, later in self._inbox if isinstance(later, Round) for row in later.rows}
+        if not overtaken and (answer := self._engine.draft_known(message, received_s)) is not None:
+            self._send(answer)
+            return
         rows = message.rows
         if overtaken:
             for row in rows:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from sglang_psd.channel.draft_rows import DraftBatch, DraftRow, ProposalTable
 from sglang_psd.channel.messages import RoundRow
 
@@ -48,10 +50,18 @@ class Taken:
 
     def add(self, arrival: Arrival) -> None:
         """Take a message's picks over, and note when they were made."""
-        places, rows, limits = zip(*arrival.picks)
+        places, rows, limits = np.array(arrival.picks, dtype=np.int64).T
         arrival.picks = []
+        self._take(arrival, places, rows, limits)
+
+    def add_all(self, arrival: Arrival, limits: Sequence[int]) -> None:
+        """Take a whole message over whose rows are the verify's batch."""
+        each = np.arange(len(limits))
+        self._take(arrival, each, each, np.array(limits, dtype=np.int64))
+
+    def _take(self, arrival: Arrival, places: np.ndarray, rows: np.ndarray, limits: np.ndarray) -> None:
         self.drafts.put(places, arrival.table, rows, limits)
-        if not self.drafts.counts[list(places)].any():
+        if not self.drafts.counts[places].any():
             return
         answer, start, end = arrival.answer, self.draft_start_s, self.draft_end_s
         self.draft_start_s = answer.started_s if start is None else min(start, answer.started_s)

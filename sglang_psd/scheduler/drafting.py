@@ -11,7 +11,7 @@ from sglang.srt.utils import broadcast_pyobj
 
 from sglang_psd.channel.draft_rows import DraftBatch
 from sglang_psd.scheduler.answers import DraftAnswer, Taken
-from sglang_psd.scheduler.commits import certain_rows, commit_row, sequence_len, wire_sampling
+from sglang_psd.scheduler.commits import Prospect, certain_rows, commit_row, sequence_len, wire_sampling
 from sglang_psd.scheduler.drafts import DraftClient
 from sglang_psd.scheduler.handoff import FeatureSender, Wanted
 from sglang_psd.scheduler.slot import InFlight
@@ -138,12 +138,17 @@ class DraftingMixin(_Base):
             ],
         )
 
+    def _psd_prospects(self, reqs: list[Req]) -> list[Prospect | None]:
+        """What ``_psd_commit_early`` needs, while the device works."""
+        client = self.psd_client
+        return [] if client is None else Prospect.of(reqs, client.is_open)
+
     def _psd_commit_early(self, flight: InFlight) -> float:
         """Send the tokens of requests that will certainly go on; the drafter starts while we book-keep."""
         client = self.psd_client
         if client is None or not client.usable:
             return time.monotonic()
-        rows = certain_rows(flight.batch.reqs, flight.tokens, client.is_open, may_stop=flight.may_end)
+        rows = certain_rows(flight.prospects, flight.tokens, may_stop=flight.may_end)
         commit_s = client.commit(rows)
         flight.committed = {row.rid for row in rows}
         return commit_s

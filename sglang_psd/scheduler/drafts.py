@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 
 from sglang_psd.channel.checks import check_open
-from sglang_psd.channel.draft_rows import DraftBatch, ProposalTable
+from sglang_psd.channel.draft_rows import ProposalTable
 from sglang_psd.channel.messages import (
     TOKEN,
     Close,
@@ -37,6 +37,7 @@ from sglang_psd.drafter.process import ALIVE_SLICE_S, DrafterProcess
 from sglang_psd.errors import ProtocolError
 from sglang_psd.scheduler.answers import Arrival, DraftAnswer, Taken, without_twins
 from sglang_psd.scheduler.link import DrafterLink
+from sglang_psd.scheduler.orders import Orders
 from sglang_psd.scheduler.vitals import Vitals
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,7 @@ class DraftClient:
         self._vitals = vitals
         self._on_answer = on_answer
         self._open: set[str] = set()
-        self._asked: dict[str, int] = {}  # rid -> base_len of the proposals on their way
-        self._arrived: dict[str, tuple[Arrival, int]] = {}  # rid -> its row of a message
+        self._orders = Orders(num_steps)
         self._sent_s: dict[int, float] = {}
         self._next_round = 0
         self.stats: Stats | None = None
@@ -132,7 +132,8 @@ class DraftClient:
         if max(chain.from_iterable([row.new_tokens for row in rows]), default=0) >= self._vocab_limit:
             self.close([row.rid for row in rows if max(row.new_tokens, default=0) >= self._vocab_limit])
         rows, twins = without_twins([row for row in rows if row.rid in self._open])
-        self.close(twins)
+        if twins:
+            self.close(twins)
         if not rows:
             return now
         round_id = self._next_round
@@ -140,9 +141,7 @@ class DraftClient:
         if self._send(Round(round_id, rows, self._num_steps)):
             self._sent_s[round_id] = now
             self._sent_s.pop(round_id - KEPT_ROUNDS, None)
-            for row in rows:
-                self._asked[row.rid] = row.base_len
-                self._arrived.pop(row.rid, None)
+            self._orders.place(rows)
         return now
 
     def tell(self, message: Features) -> None:
@@ -193,38 +192,16 @@ class DraftClient:
             Called while waiting; returns whether there is something to watch for. The wait is then made of short steps.
         """
         started = time.monotonic()
-        expected = {item[0] for item in wanted if item is not None and self._asked.get(item[0]) == item[1]}
+        expected = self._orders.expected(wanted)
         if expected:
             self._wait_for(expected, started + self._vitals.patience_s, watch)
         wait_s = time.monotonic() - started
-        taken = self._gather(wanted, expected)
+        taken = self._orders.take(wanted, expected)
         taken.wait_s = wait_s
         if taken.late and self.usable and self._vitals.waited_in_vain():
             logger.warning(
                 "PSD: the drafter did not answer within %.1f s; rounds run without drafts until it does.", taken.wait_s
             )
-        return taken
-
-    def _gather(self, wanted: Sequence[tuple[str, int, int] | None], expected: set[str]) -> Taken:
-        """Take what has arrived out of its messages, all requests of a message at once."""
-        taken = Taken(DraftBatch.empty(len(wanted), self._num_steps))
-        arrivals: list[Arrival] = []
-        for place, item in enumerate(wanted):
-            if item is None or item[0] not in expected:
-                continue
-            rid, base_len, limit = item
-            asked, found = self._asked.pop(rid, None), self._arrived.pop(rid, None)
-            if found is None:
-                taken.late += asked is not None
-                continue
-            arrival, row = found
-            if limit < 1 or arrival.table.base_lens[row] != base_len:
-                continue
-            if not arrival.picks:
-                arrivals.append(arrival)
-            arrival.picks.append((place, row, limit))
-        for arrival in arrivals:
-            taken.add(arrival)
         return taken
 
     def poll(self) -> None:
@@ -234,7 +211,8 @@ class DraftClient:
     def _wait_for(self, rids: set[str], deadline: float, watch: Callable[[], bool] | None = None) -> None:
         while self.usable and self._receive_one(0.0):
             pass
-        while self.usable and any(rid in self._asked and rid not in self._arrived for rid in rids):
+        awaited = self._orders.await_all(rids)
+        while self.usable and awaited:
             left = deadline - time.monotonic()
             if left <= 0 or self._vitals.silent:
                 return
@@ -307,31 +285,24 @@ class DraftClient:
         received_s = time.monotonic()
         sent_s = self._sent_s.get(message.round_id, message.received_s)
         answer = DraftAnswer(message.round_id, message.rids, sent_s, received_s, message.started_s, message.finished_s)
-        arrival, asked = Arrival(ProposalTable(message), answer), self._asked
-        fits = {
-            rid: (arrival, row)
-            for row, (rid, base_len) in enumerate(zip(message.rids, message.base_lens))
-            if asked.get(rid) == base_len
-        }
-        self._arrived.update(fits)
+        arrival = Arrival(ProposalTable(message), answer)
         for index in message.unknown:
             rid = message.rids[index]
-            if self._asked.get(rid) == message.base_lens[index] and rid in self._open:
+            if self._orders.is_for(rid, message.base_lens[index]) and rid in self._open:
                 # No longer open: ``DraftingMixin._psd_open`` hands it over again, with all its tokens.
                 self._open.discard(rid)
                 self.reopened += 1
-        self._vitals.answered(received_s - sent_s, bool(fits))
+        fits = self._orders.deliver(arrival)
+        self._vitals.answered(received_s - sent_s, fits)
         self._on_answer(answer)
 
     def _forget(self, rid: str) -> None:
         self._open.discard(rid)
-        self._asked.pop(rid, None)
-        self._arrived.pop(rid, None)
+        self._orders.forget(rid)
 
     def _clear(self) -> None:
         self._open.clear()
-        self._asked.clear()
-        self._arrived.clear()
+        self._orders.clear()
 
     def _send(self, message: Message) -> bool:
         sent = self._link.send(message)

@@ -223,6 +223,7 @@ class PSDSchedulerMixin(
         # While the device works.
         self._psd_tell_answers()
         flight.ends = ChunkEnds.of(batch.reqs)
+        flight.prospects = self._psd_prospects(batch.reqs)
         flight.batch = batch.copy()
         flight.features = self.draft_worker.take_features()
         flight.calls = self.draft_worker.take_calls()

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
 
     from sglang_psd.scheduler.answers import Taken
+    from sglang_psd.scheduler.commits import Prospect
     from sglang_psd.scheduler.stops import ChunkEnds
     from sglang_psd.target.hidden_states import TargetFeatures
     from sglang_psd.target.processors import ChunkCalls
@@ -29,6 +30,8 @@ class InFlight:
     result : GenerationBatchResult
     ends : ChunkEnds
         What its chunks may end with.
+    prospects : list of Prospect or None
+        What is known about its requests before their tokens are there; only on rank 0.
     launch_s : float
         ``time.monotonic`` when everything was there, drafts included.
     taken : Taken or None
@@ -57,6 +60,7 @@ class InFlight:
     batch: ScheduleBatch = field(init=False)
     result: GenerationBatchResult = field(init=False)
     ends: ChunkEnds = field(init=False)
+    prospects: list[Prospect | None] = field(default_factory=list)
     launch_s: float = 0.0
     taken: Taken | None = None
     timer: Any = None

@@ -47,7 +47,7 @@ def test_a_batch_holds_what_was_put_into_it(messages: list[m.Proposals], data: s
         order = data.draw(st.permutations(range(len(message.rids))))
         at = [places.pop() for _ in order]
         limits = data.draw(st.lists(st.integers(1, 9), min_size=len(order), max_size=len(order)))
-        batch.put(at, ProposalTable(message), order, limits)
+        batch.put(np.array(at), ProposalTable(message), np.array(order), np.array(limits))
         expected.update({place: (message, row, limit) for place, row, limit in zip(at, order, limits)})
     laws = batch.laws()
     assert (laws is not None) == any(message.sampled for message in messages)

@@ -70,10 +70,10 @@ def test_round_trip(message: m.Message) -> None:
 
 def unpack(message: m.Proposals) -> dict[str, DraftRow | None]:
     """All drafts of a message, by request."""
-    rows = range(len(message.rids))
+    rows = np.arange(len(message.rids))
     batch = DraftBatch.empty(len(rows), message.num_steps)
-    if rows:
-        batch.put(rows, ProposalTable(message), rows, [message.num_steps] * len(rows))
+    if len(rows):
+        batch.put(rows, ProposalTable(message), rows, np.full(len(rows), message.num_steps))
     return {rid: batch.row(row) for row, rid in enumerate(message.rids)}
 
 

@@ -14,9 +14,10 @@ GREEDY = m.Sampling(True, 1.0, 1, 1.0, 0.0, None)
 
 
 class FakeEngine:
-    """Remembers calls; ``cold`` requests have a prompt that is still to be read."""
+    """Remembers calls; ``cold`` requests have a prompt that is still to be read, ``known`` ones go on."""
 
     def __init__(self) -> None:
+        self.known: set[str] = set()
         self.calls: list[tuple] = []
         self.cold: set[str] = set()
         self.pauses: list[tuple] = []
@@ -40,6 +41,11 @@ class FakeEngine:
 
     def prefill_some(self) -> bool:
         return False
+
+    def draft_known(self, message: m.Round, received_s: float):
+        if all(row.rid in self.known for row in message.rows):
+            return self.draft(message.round_id, message.rows, message.num_steps, received_s)
+        return None
 
     def draft(self, round_id, rows, num_steps, received_s):
         self.calls.append(("draft", round_id, *(row.rid for row in rows)))

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_psd.scheduler.commits import certain_rows, commit_row
+from sglang_psd.scheduler.commits import Prospect, certain_rows, commit_row
 from sglang_psd.scheduler.stops import ChunkEnds, may_end_with, settled_len, wants_text
 
 TOKEN = st.integers(0, 12)
@@ -54,7 +54,7 @@ def test_what_goes_on_is_the_same(data: st.DataObject) -> None:
     if not possible:
         for req, chunk in zip(reqs, chunks):
             assert settled_len(req, chunk) == len(chunk) and not wants_text(req) and req.grammar is None
-    rows = certain_rows(reqs, chunks, open_rids.__contains__, may_stop=possible)
+    rows = certain_rows(Prospect.of(reqs, open_rids.__contains__), chunks, may_stop=possible)
     expected = [
         commit_row(req, chunk, counted=False)
         for req, chunk in zip(reqs, chunks)
