@@ -62,6 +62,8 @@ class PSDConfig:
         File for the step trace (JSON lines).
     loop : {"overlapped", "synchronous"}
         ``synchronous`` finishes each round before it starts the next: the oracle of the overlapped loop.
+    queue_ahead : bool
+        Queue a verify on the GPU before its drafts are there (where both models have a GPU of their own).
     min_parallel_requests : int
         Fewer running requests than this stay in one slot.
     rebalance_threshold : int
@@ -97,6 +99,7 @@ class PSDConfig:
     proposal_top_m: int = 32
     trace: str | None = None
     loop: str = "overlapped"
+    queue_ahead: bool = True
     min_parallel_requests: int = 2
     rebalance_threshold: int = 2
     draft_timeout_s: float | None = None

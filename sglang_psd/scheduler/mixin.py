@@ -168,6 +168,17 @@ class PSDSchedulerMixin(
         self.running_batch, self.last_batch = self.psd_slots[0].running, None
         if self.ps.tp_rank == 0:
             self.draft_worker.update_draft = self._psd_update_draft
+            if self.psd.queue_ahead and self._psd_may_queue_ahead():
+                self.draft_worker.queue_ahead()
+
+    def _psd_may_queue_ahead(self) -> bool:
+        """Whether nothing that the drafts need ends up behind the verify that waits for them.
+
+        A head's hidden states are sent on the verify's own stream; a drafter on the same GPU computes beside it; other
+        ranks queue nothing before they have been told.
+        """
+        own_gpu = self.server_args.device == "cuda" and not self.psd_device.shared
+        return own_gpu and self.ps.tp_size == 1 and self.psd_handoff is None
 
     def psd_turn_of(self, slot: Slot) -> None:
         """One turn: plan, launch, finish the others."""
@@ -216,8 +227,13 @@ class PSDSchedulerMixin(
         if batch.forward_mode.is_extend():
             self._psd_begin(flight)
         else:
-            # The worker asks for the drafts when all else is ready: their way to the GPU is short then.
-            self.draft_worker.stage(lambda: self._psd_fetch(slot, batch, flight))
+            # The worker asks for the drafts when all else is ready: their way to the GPU is short then. While it does,
+            # other slots may be collected: custom logit processors may ask anything of the device.
+            self.draft_worker.stage(
+                lambda: self._psd_fetch(slot, batch, flight),
+                lambda: self._psd_begin(flight),
+                ahead=not any(other.in_flight is not None and other.in_flight.calls for other in self.psd_slots),
+            )
         flight.result = self.run_batch(batch)
         self.psd_timer.stop(flight.timer)
         # While the device works.
@@ -236,7 +252,7 @@ class PSDSchedulerMixin(
 
     def _psd_fetch(self, slot: Slot, batch: ScheduleBatch, flight: InFlight) -> DraftBatch:
         flight.taken = self._psd_take(batch.reqs, watch=lambda: self._psd_collect_ready(slot))
-        self._psd_begin(flight)
+        flight.launch_s = time.monotonic()
         return flight.taken.drafts
 
     def _psd_begin(self, flight: InFlight) -> None:

@@ -19,6 +19,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_psd.channel.draft_rows import DraftBatch
 from sglang_psd.draft_method import head_of
 from sglang_psd.hooks import verify_applied
+from sglang_psd.target.gate import Gate
 from sglang_psd.target.hidden_states import TargetFeatures, capture_layers, keep_features
 from sglang_psd.target.plans import HostPlans
 from sglang_psd.target.processors import ChunkCalls
@@ -65,6 +66,9 @@ class PSDWorker(BaseSpecWorker):
         self._simulated = SimulatedAcceptance.from_environment(self.chunk, server_args.random_seed)
         self._plans = HostPlans(self.model_runner, self.chunk)
         self._fetch: Callable[[], DraftBatch] | None = None
+        self._begin: Callable[[], None] = lambda: None
+        self._gate: Gate | None = None
+        self._ahead = False
         self._head = head_of(server_args)
         self._features: TargetFeatures | None = None
         # Set by the scheduler: takes a path, returns why the draft model keeps its weights.
@@ -112,12 +116,30 @@ class PSDWorker(BaseSpecWorker):
             allocator.free(pool.req_to_token[req.req_pool_idx, start : req.kv.kv_allocated_len].to(torch.int64))
         req.kv.kv_allocated_len = min(req.kv.kv_allocated_len, req.kv_committed_len)
 
-    def stage(self, fetch: Callable[[], DraftBatch]) -> None:
+    def queue_ahead(self) -> None:
+        """Queue verifies before their drafts are there, from now on, where nothing speaks against it."""
+        try:
+            gate = Gate()
+            with gate.closed():
+                pass
+        except (ImportError, RuntimeError) as error:
+            logger.warning("PSD: verifies are queued only when their drafts are there (%s)", error)
+        else:
+            self._gate = gate
+
+    def stage(self, fetch: Callable[[], DraftBatch], begin: Callable[[], None], *, ahead: bool = False) -> None:
         """Say where the drafts of the next verify come from, one entry per request of its batch.
 
-        ``fetch`` may wait for the drafter: it is called when all else is ready for the launch.
+        Parameters
+        ----------
+        fetch : callable
+            May wait for the drafter: it is called when all else is done.
+        begin : callable
+            Called at the place in the stream's order where nothing but the device is waited for any more.
+        ahead : bool
+            Whether the forward may be queued before ``fetch`` is called, which then asks nothing of the device.
         """
-        self._fetch = fetch
+        self._fetch, self._begin, self._ahead = fetch, begin, ahead
 
     def take_features(self) -> TargetFeatures | None:
         """Hidden states of the last forward for an EAGLE head, once; None when there is no head."""
@@ -159,15 +181,31 @@ class PSDWorker(BaseSpecWorker):
         return result
 
     def _verify(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        forward_batch = self._prepare(batch)
-        drafts = self._fetch_drafts(batch)
-        forward_batch.input_ids.copy_(drafts.verified.reshape(-1))
-        result = self.target_worker.forward_batch_generation(None, forward_batch=forward_batch, is_verify=True)
+        forward_batch, in_graph = self._prepare(batch)
+        table = self._begin_table(batch.reqs)
+        on_device = table if self.device == "cpu" else torch.empty_like(table, device=self.device)
+
+        def forward() -> GenerationBatchResult:
+            self._begin()
+            if on_device is not table:
+                on_device.copy_(table, non_blocking=True)
+            forward_batch.input_ids.copy_(on_device[:, : self.chunk].reshape(-1))
+            return self.target_worker.forward_batch_generation(None, forward_batch=forward_batch, is_verify=True)
+
+        if self._gate is not None and self._ahead and in_graph:
+            with self._gate.closed():
+                result = forward()
+                drafts = self._fetch_drafts(table)
+        else:
+            drafts = self._fetch_drafts(table)
+            result = forward()
+        chain, counts = table[:, : self.chunk], drafts.counts.tolist()
+        staged = StagedDrafts(on_device[:, : self.chunk], on_device[:, -1], chain, counts, *self._stage_laws(drafts))
         if self._head is not None:
             self._features = keep_features(batch, result.logits_output, self.chunk)
-        tokens, lengths = self._sampler.sample(batch, result.logits_output, drafts)
+        tokens, lengths = self._sampler.sample(batch, result.logits_output, staged)
         if self._simulated is not None:
-            tokens, lengths = self._simulated.replace(tokens, drafts)
+            tokens, lengths = self._simulated.replace(tokens, staged)
         result.next_token_ids = tokens.view(-1)
         result.accept_lens = lengths
         result.speculative_num_draft_tokens = self.chunk
@@ -176,10 +214,11 @@ class PSDWorker(BaseSpecWorker):
         batch.forward_mode = ForwardMode.DECODE
         return result
 
-    def _prepare(self, batch: ScheduleBatch) -> ForwardBatch:
+    def _prepare(self, batch: ScheduleBatch) -> tuple[ForwardBatch, bool]:
         """Make ready all of a verify but its token ids: positions, KV slots, attention plan, the graph's buffers.
 
-        The order of ``DFlashVerifyInput.prepare_for_verify`` in ``sglang/srt/speculative/dflash_info.py``.
+        Also says whether a CUDA graph will run it. The order is that of ``DFlashVerifyInput.prepare_for_verify`` in
+        ``sglang/srt/speculative/dflash_info.py``.
         """
         start = batch.seq_lens.view(-1, 1)
         slots = start + torch.arange(self.chunk, device=start.device)
@@ -194,28 +233,34 @@ class PSDWorker(BaseSpecWorker):
         self.target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         forward_batch = ForwardBatch.init_new(batch, self.model_runner, return_hidden_states_before_norm=False)
         graphs = self.model_runner.decode_cuda_graph_runner
-        if self.device != "cpu" and graphs and graphs.can_run_graph(forward_batch):
+        in_graph = bool(self.device != "cpu" and graphs and graphs.can_run_graph(forward_batch))
+        if in_graph:
             graphs.load_batch(forward_batch)
         else:
             self.model_runner.attn_backend.init_forward_metadata(forward_batch)
         forward_batch.mark_forward_metadata_ready()
-        return forward_batch
+        return forward_batch, in_graph
 
-    def _fetch_drafts(self, batch: ScheduleBatch) -> StagedDrafts:
-        """Wait for the drafts and bring them to the device in one copy."""
-        reqs, fetch = batch.reqs, self._fetch
-        self._fetch = None
-        # Last token, drafts, number of drafts; all that need not wait is done before.
-        host = torch.zeros(len(reqs), self.num_steps + 2, dtype=torch.int64, pin_memory=self.device != "cpu")
-        table = host.numpy()
-        table[:, 0] = [req.output_ids[-1] for req in reqs]
-        drafts = fetch() if fetch is not None else DraftBatch.empty(len(reqs), self.num_steps)
-        if len(drafts) != len(reqs):
-            raise AssertionError(f"{len(drafts)} draft rows were staged for {len(reqs)} requests")
-        table[:, 1 : self.chunk], table[:, -1] = drafts.tokens, drafts.counts
-        packed = host.to(self.device, non_blocking=True)
-        chain, laws = host[:, : self.chunk], self._stage_laws(drafts)
-        return StagedDrafts(packed[:, : self.chunk], packed[:, -1], chain, drafts.counts.tolist(), *laws)
+    def _begin_table(self, reqs: list[Req]) -> torch.Tensor:
+        """What a verify needs of its drafts, on the host: last token, drafts, their number; ``[B, K + 2] int64``.
+
+        No drafts yet: whoever reads it now verifies none.
+        """
+        table = torch.zeros(len(reqs), self.num_steps + 2, dtype=torch.int64, pin_memory=self.device != "cpu")
+        table.numpy()[:, 0] = [req.output_ids[-1] for req in reqs]
+        return table
+
+    def _fetch_drafts(self, table: torch.Tensor) -> DraftBatch:
+        """Wait for the drafts and write them down."""
+        fetch, self._fetch = self._fetch, None
+        drafts = DraftBatch.empty(len(table), self.num_steps) if fetch is None else fetch()
+        if len(drafts) != len(table):
+            raise AssertionError(f"{len(drafts)} draft rows were staged for {len(table)} requests")
+        if self._gate is not None and self._gate.forced:
+            return DraftBatch.empty(len(table), self.num_steps)
+        host = table.numpy()
+        host[:, 1 : self.chunk], host[:, -1] = drafts.tokens, drafts.counts
+        return drafts
 
     def _stage_laws(self, drafts: DraftBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         laws = drafts.laws()
