@@ -181,12 +181,3 @@ class DraftingMixin(_Base):
         lengths = result.accept_lens.tolist()
         starts = range(0, len(ids), stride)
         return [ids[start : start + length] for start, length in zip(starts, lengths)], may_end
-
-    def _psd_tell_answers(self) -> None:
-        """Statistics and trace of what the drafter has answered: not while a launch waits for it."""
-        for answer in self._psd_answers:
-            self.psd_stats.add_draft(answer.sent_s, answer.started_s, answer.finished_s)
-            if self.psd_trace is not None:
-                span = (answer.started_s, answer.finished_s)
-                self.psd_trace.write_draft(answer.round_id, answer.rids, answer.sent_s, answer.received_s, span)
-        self._psd_answers.clear()

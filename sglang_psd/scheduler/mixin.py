@@ -85,6 +85,7 @@ class PSDSchedulerMixin(
         self.psd_turn = 0
         self._psd_preempted = []
         self._psd_answers = []
+        self._psd_noted = []
         self._psd_refused = {}
         process = self._psd_spawn_drafter() if self.ps.tp_rank == 0 else None
         if (begun := early.take()) is not None:  # not rank 0: it has no drafter
@@ -237,7 +238,7 @@ class PSDSchedulerMixin(
         flight.result = self.run_batch(batch)
         self.psd_timer.stop(flight.timer)
         # While the device works.
-        self._psd_tell_answers()
+        self._psd_write_down()
         flight.ends = ChunkEnds.of(batch.reqs)
         flight.prospects = self._psd_prospects(batch.reqs)
         flight.batch = batch.copy()
@@ -302,10 +303,10 @@ class PSDSchedulerMixin(
         self._psd_commit_rest(flight)
         if flight.taken is not None:
             self._psd_refresh_lengths(slot.running)
-        self._psd_record(slot, flight)
+        self._psd_note(slot, flight)
 
     def _psd_rest(self) -> None:
-        self._psd_tell_answers()
+        self._psd_write_down()
         self.psd_stats.pause()
         if self.psd_trace is not None:
             self.psd_trace.flush()

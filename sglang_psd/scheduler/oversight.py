@@ -89,7 +89,7 @@ class OversightMixin(_Base):
 
     def psd_shutdown(self) -> None:
         """Stop the drafter and close the trace."""
-        self._psd_tell_answers()
+        self._psd_write_down()
         if self.psd_trace is not None:
             self.psd_trace.close()
         if self.psd_supervisor is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_psd.scheduler.answers import DraftAnswer
 from sglang_psd.scheduler.slot import InFlight, Slot
 from sglang_psd.telemetry.stats import RoundRecord
 
@@ -17,6 +18,24 @@ class RecordsMixin(_Base):
     """Counts rounds; nothing in here touches the device."""
 
     _psd_preempted: list[str]
+    _psd_answers: list[DraftAnswer]
+    _psd_noted: list[tuple[Slot, InFlight]]
+
+    def _psd_note(self, slot: Slot, flight: InFlight) -> None:
+        """Remember a forward that has been processed, for ``_psd_write_down``."""
+        self._psd_noted.append((slot, flight))
+
+    def _psd_write_down(self) -> None:
+        """Statistics and trace of what has been processed and answered: not while a launch waits for it."""
+        noted, self._psd_noted = self._psd_noted, []
+        for slot, flight in noted:
+            self._psd_record(slot, flight)
+        for answer in self._psd_answers:
+            self.psd_stats.add_draft(answer.sent_s, answer.started_s, answer.finished_s)
+            if self.psd_trace is not None:
+                span = (answer.started_s, answer.finished_s)
+                self.psd_trace.write_draft(answer.round_id, answer.rids, answer.sent_s, answer.received_s, span)
+        self._psd_answers.clear()
 
     def _psd_record(self, slot: Slot, flight: InFlight) -> None:
         start_s, end_s = self.psd_timer.interval(flight.timer)
@@ -70,7 +89,7 @@ class RecordsMixin(_Base):
         """Mode, slots, figures and drafter, as ``/server_info`` shows them."""
         self._psd_supervise()  # what is reported is what is so now, and of one moment
         client, process = self.psd_client, self.psd_process
-        self._psd_tell_answers()
+        self._psd_write_down()
         drafting = client is not None and client.drafting
         report: dict[str, Any] = {
             "mode": self.psd.mode if drafting else "off",

@@ -187,7 +187,7 @@ class Rig:
         self.scheduler.idle_sleeper = None
 
     def _record_rounds(self, scheduler) -> None:
-        original = scheduler._psd_record
+        original = scheduler._psd_note
 
         def record(slot, flight, *args: Any) -> None:
             if flight.taken is not None:
@@ -197,7 +197,7 @@ class Rig:
                 self.rows.append([Row(req.rid, d, n, req.finished()) for req, d, n in zip(reqs, drafts, lengths)])
             original(slot, flight, *args)
 
-        scheduler._psd_record = record
+        scheduler._psd_note = record
 
     # --- requests -------------------------------------------------------------------------------
 
