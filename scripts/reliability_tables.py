@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.faults.strikes import STRIKES
 
+ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / "docs" / "results"
 BEGIN, END = "<!-- tables: begin (scripts/reliability_tables.py) -->", "<!-- tables: end -->"

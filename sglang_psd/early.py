@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -46,7 +47,12 @@ class EarlyStart:
     visible_device: str | None
 
 
+class _Declined(Exception):
+    """The offer is not for this process; says why."""
+
+
 _started: EarlyStart | None = None
+_absence = "it found no offer when its interpreter started"
 
 
 def offer(spec: DrafterSpec, visible_device: str | None) -> None:
@@ -72,18 +78,34 @@ def _withdraw(token: str) -> None:
 
 
 def accept() -> None:
-    """Take the offer, if there is one and nobody has; called when an interpreter starts. Never fails."""
-    global _started
+    """Take the offer, if there is one and nobody has; called when an interpreter starts.
+
+    Never fails: where there is no early start in the end, ``why_none`` says so.
+    """
+    global _started, _absence
     text = os.environ.pop(VARIABLE, None)
-    if text is None or _SPAWNED not in sys.orig_argv:
+    if text is None:
         return
-    with contextlib.suppress(Exception):
-        offered = msgspec.json.decode(text)
-        if offered["by"] == os.getppid():
-            os.unlink(offered["token"])  # raises where another process has taken it
-            # As SGLang's schedulers do later on: a launcher that is told to stop would leave one that still imports.
-            die_with_parent(offered["by"])
-            _started = _start(msgspec.convert(offered["spec"], DrafterSpec), offered["visible_device"])
+    try:
+        _started = _accept(msgspec.json.decode(text))
+    except _Declined as reason:
+        _absence = str(reason)
+    except Exception as error:
+        _absence = f"taking the offer failed with {type(error).__name__}: {error}"
+
+
+def _accept(offered: dict[str, Any]) -> EarlyStart:
+    if _SPAWNED not in sys.orig_argv:
+        raise _Declined("it was not spawned by multiprocessing")
+    if offered["by"] != os.getppid():
+        raise _Declined(f"the offer was for children of process {offered['by']}, and it is one of {os.getppid()}")
+    try:
+        os.unlink(offered["token"])
+    except FileNotFoundError:
+        raise _Declined("another process had taken the offer") from None
+    # As SGLang's schedulers do later on: a launcher that is told to stop would leave one that still imports.
+    die_with_parent(offered["by"])
+    return _start(msgspec.convert(offered["spec"], DrafterSpec), offered["visible_device"])
 
 
 def _start(spec: DrafterSpec, visible_device: str | None) -> EarlyStart:
@@ -94,6 +116,13 @@ def _start(spec: DrafterSpec, visible_device: str | None) -> EarlyStart:
 
 def take() -> EarlyStart | None:
     """The standby that this process started, for the caller to keep or to discard; once."""
-    global _started
+    global _started, _absence
     started, _started = _started, None
+    if started is not None:
+        _absence = "it has been taken"
     return started
+
+
+def why_none() -> str:
+    """Why ``take`` gives None in this process, as the end of a sentence about it."""
+    return _absence

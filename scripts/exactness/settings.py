@@ -101,10 +101,10 @@ def engine_keywords(setting: Setting, arm: str, device: str, num_gpus: int) -> d
         # kernels would be compiled for minutes, in the plain engine only.
         keywords.update(mem_fraction_static=0.8, sampling_backend="pytorch")
     if arm == PLAIN:
-        # SGLang's overlap scheduler plans a step before the one ahead of it is processed, and counts what is penalised by
-        # ``req.output_ids[-1]`` of that moment (``ScheduleBatch.cumulate_penalty_output_tokens``): a token late, at first
-        # the prompt's last one, and never the token that a prefill in between makes it miss. The reference has to
-        # count what was generated. CPUs run without that scheduler anyway.
+        # SGLang's overlap scheduler plans a step before the one ahead of it is processed; its penalties count
+        # ``req.output_ids[-1]`` of that moment (``ScheduleBatch.cumulate_penalty_output_tokens``): a token late, at
+        # first the prompt's last one, and never the token that a prefill in between makes it miss. The reference has
+        # to count what was generated. CPUs run without that scheduler anyway.
         keywords.update(disable_overlap_schedule=True)
         if num_gpus > 1:
             keywords.update(base_gpu_id=num_gpus - 1)  # beside the drafters, away from the four other targets
