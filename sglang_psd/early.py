@@ -2,10 +2,11 @@
 
 Scheduler and drafter both import torch and SGLang before they load anything, which takes longer than the rest. A
 scheduler can start the drafter only when its own imports are over, so a start would take both, one after the other.
-Therefore the launching process, which knows the arguments, leaves an offer in the environment; the first process that
-it spawns takes it while its interpreter starts (``cpu/bootstrap.py``), and starts a standby (``drafter/standby.py``),
-its own child. When the scheduler is ready to start its drafter, that standby becomes it. Without the offer, or when
-what it says is not what the scheduler would start, nothing is lost but time. Nothing heavy may be imported here.
+Therefore the launching process, which knows the arguments, leaves an offer in the environment of the next process that
+it spawns, the scheduler. That takes it while its interpreter starts (``cpu/bootstrap.py``), and starts a standby
+(``drafter/standby.py``), its own child. When the scheduler is ready to start its drafter, that standby becomes it.
+Without the offer, or when what it says is not what the scheduler would start, nothing is lost but time, and the log
+says why. Nothing heavy may be imported here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass
+from multiprocessing.popen_spawn_posix import Popen
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import msgspec
@@ -56,7 +59,10 @@ _absence = "it found no offer when its interpreter started"
 
 
 def offer(spec: DrafterSpec, visible_device: str | None) -> None:
-    """Let the next process that this one spawns start a drafter's imports.
+    """Let the next process that this one spawns start a drafter's imports, and no other.
+
+    SGLang spawns its detokenizer right after the scheduler: if both had the offer, it would be a matter of luck who
+    takes it.
 
     Parameters
     ----------
@@ -65,11 +71,27 @@ def offer(spec: DrafterSpec, visible_device: str | None) -> None:
     visible_device : str or None
         Value of ``CUDA_VISIBLE_DEVICES`` for it; None leaves the environment alone.
     """
+    text = write_offer(spec, visible_device)
+    start = Popen.__init__
+
+    def start_with_offer(self: Any, process: BaseProcess) -> None:
+        Popen.__init__ = start  # type: ignore[method-assign]
+        os.environ[VARIABLE] = text
+        try:
+            start(self, process)
+        finally:
+            del os.environ[VARIABLE]
+
+    Popen.__init__ = start_with_offer  # type: ignore[method-assign]
+
+
+def write_offer(spec: DrafterSpec, visible_device: str | None) -> str:
+    """The offer as ``VARIABLE`` holds it. One process can take it: there is one file to remove."""
     file, token = tempfile.mkstemp(prefix="sglang-psd-")
     os.close(file)
     atexit.register(_withdraw, token)
     offered = {"token": token, "by": os.getpid(), "spec": spec, "visible_device": visible_device}
-    os.environ[VARIABLE] = msgspec.json.encode(offered).decode()
+    return msgspec.json.encode(offered).decode()
 
 
 def _withdraw(token: str) -> None:

@@ -34,27 +34,36 @@ def what_i_began(results) -> None:
 
 @pytest.fixture
 def offered(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The token of an open offer."""
-    monkeypatch.setenv(early.VARIABLE, "")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    )
-    early.offer(SPEC, None)
+    """The token of an open offer, which is in this process's environment."""
+    monkeypatch.setenv(early.VARIABLE, early.write_offer(SPEC, None))
     return Path(json.loads(os.environ[early.VARIABLE])["token"])
 
 
-def test_the_first_spawned_process_takes_it(offered: Path) -> None:
+def test_the_first_spawned_process_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever interpreter is up first: the second one, as SGLang's detokenizer, has no offer to take."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]))
+    early.offer(SPEC, None)
     spawn = multiprocessing.get_context("spawn")
-    found = []
+    started = []
     for _ in range(2):
         results = spawn.SimpleQueue()
-        process = spawn.Process(target=what_i_began, args=(results,))
-        process.start()
-        found.append((process.pid, results.get(), results.get(), results.get()))
+        started.append((spawn.Process(target=what_i_began, args=(results,)), results))
+        started[-1][0].start()
+        assert early.VARIABLE not in os.environ
+    found = [(process.pid, results.get(), results.get(), results.get()) for process, results in started]
+    for process, _ in started:
         process.join()
     (first, (parent, niceness, child), taken, told_on), (_, second, late, _) = found
     assert parent == first and niceness == 0 and child != first and taken == "it has been taken" and not told_on
-    assert second is None and late == "another process had taken the offer" and not offered.exists()
+    assert second is None and late == "it found no offer when its interpreter started"
+
+
+def test_one_process_can_take_it(offered: Path) -> None:
+    """Should two have it after all."""
+    spawned = [sys.executable, "-c", ASKED, "--multiprocessing-fork"]
+    first, second = (subprocess.run(spawned, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first.startswith("EarlyStart(") and not offered.exists()
+    assert second.strip() == "None another process had taken the offer"
 
 
 LAUNCHER = """

@@ -116,16 +116,16 @@ def test_the_first_drafter_takes_the_process_that_was_started_for_it(monkeypatch
     monkeypatch.setattr("sglang_psd.compat.vocab_limit", lambda args: 320)
     monkeypatch.setattr(launch, "choose_device", lambda *_: OWN)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")
-    monkeypatch.setenv("SGLANG_PSD_EARLY_START", "")
+    offers: list[tuple[DrafterSpec, str | None]] = []
+    monkeypatch.setattr(early, "offer", lambda *offered: offers.append(offered))
     args = SimpleNamespace(**ARGS, psd=lambda: PSDConfig(), base_gpu_id=0, gpu_id_step=1, tp_size=1)
     args.device = "cuda"
     launch.offer_early_start(args)  # type: ignore[arg-type]
-    offered = json.loads(os.environ["SGLANG_PSD_EARLY_START"])
-    os.unlink(offered["token"])
-    spec = msgspec.convert({**offered["spec"], "parent_pid": os.getpid(), "import_niceness": 0}, DrafterSpec)
+    ((offered, visible_device),) = offers
+    spec = msgspec.structs.replace(offered, parent_pid=os.getpid(), import_niceness=0)
     begun = Waiting(spec, os.environ)
     process = begun._process
-    visible = change.get("visible", offered["visible_device"])
+    visible = change.get("visible", visible_device)
     monkeypatch.setattr(early, "_started", early.EarlyStart(begun, spec, visible))
     monkeypatch.setattr("sglang_psd.drafter.process.start_interpreter", lambda *_: no_drafter())
     args.max_running_requests = change.get("max_running_requests", args.max_running_requests)
