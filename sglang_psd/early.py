@@ -82,7 +82,7 @@ def offer(spec: DrafterSpec, visible_device: str | None) -> None:
         finally:
             del os.environ[VARIABLE]
 
-    Popen.__init__ = start_with_offer  # type: ignore[method-assign]
+    Popen.__init__ = start_with_offer  # type: ignore[assignment, method-assign]
 
 
 def write_offer(spec: DrafterSpec, visible_device: str | None) -> str:

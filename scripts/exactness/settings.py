@@ -114,6 +114,7 @@ def engine_keywords(setting: Setting, arm: str, device: str, num_gpus: int) -> d
         speculative_draft_model_path=str(TINY_DRAFT),
         speculative_num_steps=3 if arm == "parallel" else 5,
         psd_mode=arm,
+        psd_config={"standby": False},  # nobody attacks these drafters; another import would take a core of each
     )
     if arm == "parallel":
         keywords.update(schedule_conservativeness=0.05)
