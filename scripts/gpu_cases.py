@@ -11,9 +11,7 @@ each is printed. What else is right about the answers is checked case by case. T
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import signal
 import sys
 import tempfile
@@ -29,7 +27,7 @@ from scripts.exactness.checkpoints import make_checkpoints
 from scripts.exactness.compare import Verdict, compare, form_of
 from scripts.exactness.settings import PLAIN, SETTINGS, engine_keywords, number_of_gpus
 from scripts.exactness.worker import Cases, Job
-from scripts.record_result import machine
+from scripts.record_result import provenance
 
 START_TIMEOUT_S = 400.0
 # Share of the time budget after which engines that are not up are not waited for.
@@ -100,7 +98,7 @@ def judge_case(name: str, server: Server, arm: Arm, plain: Arm, probe: list[list
             compared = server.compared and one.kind == "greedy"
             reference = right.get(one.number, [{"error": "not answered"}]) if compared else None
             compare(one, answers[one.number], reference, bound, verdict)
-    for said in verdict.news(bound):
+    for said in verdict.news():
         print(f"{arm.label} {name}: {said}", flush=True)
     good = not missing and not any(form_of(one, answer) for one in requests for answer in answers[one.number])
     if case.check is not None and good:
@@ -188,9 +186,7 @@ def main() -> int:
     import torch
 
     result = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "machine": machine(),
+        **provenance(),
         "torch": torch.__version__,
         "seconds": round(time.time() - begin, 1),
         "setting": setting.name,

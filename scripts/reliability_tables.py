@@ -7,10 +7,16 @@ python scripts/reliability_tables.py --check    # exit status 1 when the page is
 from __future__ import annotations
 
 import json
+import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.faults.strikes import STRIKES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -32,6 +38,11 @@ def spread(found: dict[str, float] | None) -> str:
 def source(part: dict[str, Any]) -> str:
     """Where figures come from, in one line."""
     return f"`{part['command']}`, {part['machine']}" + (f", {part['date']}" if "date" in part else "")
+
+
+def hardware(part: dict[str, Any]) -> str:
+    """For a heading."""
+    return "without a GPU" if part["machine"].endswith("no GPU") else "on GPUs"
 
 
 def losses(part: dict[str, Any]) -> str:
@@ -62,7 +73,10 @@ def losses(part: dict[str, Any]) -> str:
     if "standby" in result:
         host, gpu = result["standby"]["resident_mb"], result["standby"]["gpu_mb"]
         note += f" The standby: {host} MB of host memory" + ("." if gpu is None else f", {gpu} MB of the GPUs'.")
-    return f"### A drafter is lost under load\n\n{source(part)}. {note}\n\n{table(head, rows)}\n"
+    missing = {*STRIKES, "SIGKILL, idle"} - {row["fault"] for row in result["rows"]}
+    if missing:
+        note += f" Stopped before {' and '.join(f'“{name}”' for name in sorted(missing))}."
+    return f"### A drafter is lost under load, {hardware(part)}\n\n{source(part)}. {note}\n\n{table(head, rows)}\n"
 
 
 def default_settings(result: dict[str, Any], other_texts: int) -> str:
@@ -131,28 +145,36 @@ def endurance(result: dict[str, Any]) -> str:
 
 def soak(result: dict[str, Any]) -> str:
     """A server for minutes."""
-    strikes = result["strikes"]
+    strikes, resident = result["strikes"], [sample["resident_mb"] for sample in result["resident"]]
+    noticed = [strike["detected_s"] for strike in strikes]
+    again = [strike["recovered_s"] for strike in strikes]
     rows = [
         [
             "clients; requests; failed",
             f"{result['concurrency']}; {result['requests']}; {result['failed_or_different']}",
         ],
-        ["attacks; drafting again at the latest", f"{len(strikes)}; {max(s['recovered_s'] for s in strikes)} s"],
+        ["attacks; noticed, s p50/max", f"{len(strikes)}; {statistics.median(noticed):.2f} / {max(noticed):.2f}"],
+        ["drafting again, s p50/max", f"{statistics.median(again):.2f} / {max(again):.2f}"],
         ["request, s p50/p99", spread(result["request_s"])],
+        ["memory of all processes, first and last attack", f"{resident[0]:.0f}, {resident[-1]:.0f} MB"],
     ]
     note = default_settings(result, result["other_texts"])
-    return f"### Soak\n\n{source(result)}.{note}\n\n{table(['Soak', str(result['minutes']) + ' minutes'], rows)}\n"
+    planned = re.search(r"--minutes ([0-9.]+)", result["command"])
+    if planned and result["minutes"] < float(planned[1]):
+        note += f" Cut off after {result['minutes']} minutes."
+    head = ["Soak", f"{result['minutes']} minutes"]
+    return f"### Soak, {hardware(result)}\n\n{source(result)}.{note}\n\n{table(head, rows)}\n"
 
 
 # File, key of the part in it (None: the file is the part), and what writes it.
 SECTIONS: tuple[tuple[str, str | None, Callable[[dict[str, Any]], str]], ...] = (
     ("faults_cpu.json", "losses", losses),
+    ("faults_gpu.json", "losses", losses),
+    ("faults_gpu_default.json", "losses", losses),
     ("faults_cpu.json", "wire", wire),
     ("faults_cpu.json", "starts", starts),
-    ("endurance_cpu.json", None, endurance),
-    ("faults_gpu.json", "losses", losses),
     ("faults_gpu.json", "starts", starts),
-    ("faults_gpu_default.json", "losses", losses),
+    ("endurance_cpu.json", None, endurance),
     ("soak_cpu.json", None, soak),
     ("soak_gpu_short.json", None, soak),
     ("soak_gpu.json", None, soak),

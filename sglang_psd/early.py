@@ -2,10 +2,11 @@
 
 Scheduler and drafter both import torch and SGLang before they load anything, which takes longer than the rest. A
 scheduler can start the drafter only when its own imports are over, so a start would take both, one after the other.
-Therefore the launching process, which knows the arguments, leaves an offer in the environment; the first process that
-it spawns takes it while its interpreter starts (``cpu/bootstrap.py``), and starts a standby (``drafter/standby.py``),
-its own child. When the scheduler is ready to start its drafter, that standby becomes it. Without the offer, or when
-what it says is not what the scheduler would start, nothing is lost but time. Nothing heavy may be imported here.
+Therefore the launching process, which knows the arguments, leaves an offer in the environment of the next process that
+it spawns, the scheduler. That takes it while its interpreter starts (``cpu/bootstrap.py``), and starts a standby
+(``drafter/standby.py``), its own child. When the scheduler is ready to start its drafter, that standby becomes it.
+Without the offer, or when what it says is not what the scheduler would start, nothing is lost but time, and the log
+says why. Nothing heavy may be imported here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass
+from multiprocessing.popen_spawn_posix import Popen
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 import msgspec
 
@@ -46,11 +50,19 @@ class EarlyStart:
     visible_device: str | None
 
 
+class _Declined(Exception):
+    """The offer is not for this process; says why."""
+
+
 _started: EarlyStart | None = None
+_absence = "it found no offer when its interpreter started"
 
 
 def offer(spec: DrafterSpec, visible_device: str | None) -> None:
-    """Let the next process that this one spawns start a drafter's imports.
+    """Let the next process that this one spawns start a drafter's imports, and no other.
+
+    SGLang spawns its detokenizer right after the scheduler: if both had the offer, it would be a matter of luck who
+    takes it.
 
     Parameters
     ----------
@@ -59,11 +71,27 @@ def offer(spec: DrafterSpec, visible_device: str | None) -> None:
     visible_device : str or None
         Value of ``CUDA_VISIBLE_DEVICES`` for it; None leaves the environment alone.
     """
+    text = write_offer(spec, visible_device)
+    start = Popen.__init__
+
+    def start_with_offer(self: Any, process: BaseProcess) -> None:
+        Popen.__init__ = start  # type: ignore[method-assign]
+        os.environ[VARIABLE] = text
+        try:
+            start(self, process)
+        finally:
+            del os.environ[VARIABLE]
+
+    Popen.__init__ = start_with_offer  # type: ignore[assignment, method-assign]
+
+
+def write_offer(spec: DrafterSpec, visible_device: str | None) -> str:
+    """The offer as ``VARIABLE`` holds it. One process can take it: there is one file to remove."""
     file, token = tempfile.mkstemp(prefix="sglang-psd-")
     os.close(file)
     atexit.register(_withdraw, token)
     offered = {"token": token, "by": os.getpid(), "spec": spec, "visible_device": visible_device}
-    os.environ[VARIABLE] = msgspec.json.encode(offered).decode()
+    return msgspec.json.encode(offered).decode()
 
 
 def _withdraw(token: str) -> None:
@@ -72,18 +100,34 @@ def _withdraw(token: str) -> None:
 
 
 def accept() -> None:
-    """Take the offer, if there is one and nobody has; called when an interpreter starts. Never fails."""
-    global _started
+    """Take the offer, if there is one and nobody has; called when an interpreter starts.
+
+    Never fails: where there is no early start in the end, ``why_none`` says so.
+    """
+    global _started, _absence
     text = os.environ.pop(VARIABLE, None)
-    if text is None or _SPAWNED not in sys.orig_argv:
+    if text is None:
         return
-    with contextlib.suppress(Exception):
-        offered = msgspec.json.decode(text)
-        if offered["by"] == os.getppid():
-            os.unlink(offered["token"])  # raises where another process has taken it
-            # As SGLang's schedulers do later on: a launcher that is told to stop would leave one that still imports.
-            die_with_parent(offered["by"])
-            _started = _start(msgspec.convert(offered["spec"], DrafterSpec), offered["visible_device"])
+    try:
+        _started = _accept(msgspec.json.decode(text))
+    except _Declined as reason:
+        _absence = str(reason)
+    except Exception as error:
+        _absence = f"taking the offer failed with {type(error).__name__}: {error}"
+
+
+def _accept(offered: dict[str, Any]) -> EarlyStart:
+    if _SPAWNED not in sys.orig_argv:
+        raise _Declined("it was not spawned by multiprocessing")
+    if offered["by"] != os.getppid():
+        raise _Declined(f"the offer was for children of process {offered['by']}, and it is one of {os.getppid()}")
+    try:
+        os.unlink(offered["token"])
+    except FileNotFoundError:
+        raise _Declined("another process had taken the offer") from None
+    # As SGLang's schedulers do later on: a launcher that is told to stop would leave one that still imports.
+    die_with_parent(offered["by"])
+    return _start(msgspec.convert(offered["spec"], DrafterSpec), offered["visible_device"])
 
 
 def _start(spec: DrafterSpec, visible_device: str | None) -> EarlyStart:
@@ -94,6 +138,13 @@ def _start(spec: DrafterSpec, visible_device: str | None) -> EarlyStart:
 
 def take() -> EarlyStart | None:
     """The standby that this process started, for the caller to keep or to discard; once."""
-    global _started
+    global _started, _absence
     started, _started = _started, None
+    if started is not None:
+        _absence = "it has been taken"
     return started
+
+
+def why_none() -> str:
+    """Why ``take`` gives None in this process, as the end of a sentence about it."""
+    return _absence

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,6 @@ import numpy as np
 from scripts.exactness.traffic import Request
 
 DEFAULT_SEED = 42  # SGLang's, where deterministic inference is on
-# Fewest observations, of both samples together, that a cell of the law test needs.
-MIN_OBSERVED = 10
 Answer = dict[str, Any]
 
 
@@ -36,6 +33,8 @@ class Difference:
         request is seeded. At least this much where the reference did not list ``ours``.
     listed : bool
         Whether it did.
+    bound : float
+        Gap below which it is a tie: see ``tie_bound``.
     at_cut : bool
         One of the tokens stands where top-k, top-p or min-p cut the law: it may be in for one and out for the other.
     """
@@ -47,15 +46,41 @@ class Difference:
     right: int
     gap: float
     listed: bool
+    bound: float
     at_cut: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """Whether no rounding explains it."""
+        return not self.gap <= self.bound and not self.at_cut
 
 
 @dataclass
 class Verdict:
-    """What was seen of one engine; ``wide`` are differences above the bound, ``requests`` theirs."""
+    """What was seen of one engine.
 
-    compared: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
+    Attributes
+    ----------
+    judged, compared : Counter
+        Requests by kind: all that were looked at, and those of them whose whole answer was held against a reference.
+    identical : int
+        Of those compared.
+    tokens : int
+        In all answers.
+    aborted : int
+        Requests that an abort ended, here or at the reference: what they have in common was compared.
+    differences, wide : list
+        First differences, and those that no rounding explains.
+    requests : list of str
+        Of ``wide``.
+    failures : list of str
+    largest_value_difference : float
+        Between log probabilities, in nats.
+    """
+
+    judged: Counter[str] = field(default_factory=Counter)
+    compared: Counter[str] = field(default_factory=Counter)
+    identical: int = 0
     tokens: int = 0
     aborted: int = 0
     differences: list[Difference] = field(default_factory=list)
@@ -65,12 +90,12 @@ class Verdict:
     largest_value_difference: float = 0.0
     _told: tuple[int, int] = (0, 0)
 
-    def news(self, bound: float) -> list[str]:
+    def news(self) -> list[str]:
         """What has come since the last call, in words."""
         said = []
         for found in self.differences[self._told[0] :]:
             more = "" if found.listed else " or more"
-            above = "" if found.gap <= bound else ", at a cut" if found.at_cut else f", ABOVE {bound}"
+            above = f", ABOVE {found.bound:.3f}" if found.wide else ", at a cut" if found.at_cut else ""
             said.append(
                 f"request {found.number} ({found.kind}) differs at token {found.position}: {found.ours}, not "
                 f"{found.right}; gap {found.gap:.6f}{more}{above}"
@@ -83,9 +108,9 @@ class Verdict:
         """For JSON."""
         gaps = sorted((d.gap for d in self.differences), reverse=True)
         return {
-            "compared": self.compared,
-            "identical": self.compared - len(self.differences) - len(self.failures),
-            "kinds": dict(self.kinds),
+            "judged": dict(self.judged),
+            "compared": dict(self.compared),
+            "identical": self.identical,
             "tokens": self.tokens,
             "aborted": self.aborted,
             "first_differences": len(self.differences),
@@ -114,10 +139,16 @@ def gap_of(request: Request, position: int, ours: int, right: int, reference: An
     return max(0.0, float(best - value - noise[ours])), ours in values
 
 
-def stands_at_cut(request: Request, tokens: tuple[int, int], row: list, bound: float) -> bool:
-    """Whether a change of the logits by ``bound`` could move one of ``tokens`` over an edge of the cut law.
+def tie_bound(request: Request, bound: float) -> float:
+    """The setting's bound, which is one on logits, in log probabilities: these are taken after the temperature."""
+    return bound / (request.sampling.get("temperature") or 1.0)
 
-    ``row`` is the reference's list of (log probability, token), most likely first, before the cuts.
+
+def stands_at_cut(request: Request, tokens: tuple[int, int], row: list, bound: float) -> bool:
+    """Whether a change of the log probabilities by ``bound`` could move one of ``tokens`` over an edge of the cut law.
+
+    ``row`` is the reference's list of (log probability, token), most likely first, before the cuts. Its last entry may
+    stand further down in truth, if the reference drew it: what is listed before it then is the least that is.
     """
     sampling, ranked = request.sampling, [token for _, token in row]
     values = np.array([value for value, _ in row])
@@ -149,10 +180,10 @@ def _noise(request: Request, position: int, size: int) -> np.ndarray:
 
 def compare(request: Request, ours: list[Answer], right: list[Answer] | None, bound: float, verdict: Verdict) -> None:
     """Judge the answers to one request; ``right`` is None where only their form can be judged."""
-    verdict.compared += 1
-    verdict.kinds[request.kind[:3] if request.kind.startswith("law") else request.kind] += 1
-    if request.abort_ms is not None and any("Aborted by AbortReq" in one.get("error", "") for one in ours):
-        verdict.aborted += 1  # while its grammar was compiled
+    kind = request.kind[:3] if request.kind.startswith("law") else request.kind
+    verdict.judged[kind] += 1
+    if _never_began(request, ours):
+        verdict.aborted += 1
         return
     for one in ours:
         problem = form_of(request, one)
@@ -160,15 +191,29 @@ def compare(request: Request, ours: list[Answer], right: list[Answer] | None, bo
             verdict.failures.append(f"{request.number}: {problem}; {request} {one}")
             return
         verdict.tokens += len(one["ids"])
-        verdict.aborted += one["finish"]["type"] == "abort"
-    if right is None:
+    if right is not None and _never_began(request, right):
+        verdict.aborted += 1
         return
-    if any("error" in one for one in right):
+    if any("error" in one for one in right or ()):
         verdict.failures.append(f"{request.number}: the reference failed: {right}; {request}")
         return
-    for one, other in zip(ours, right, strict=True):
-        if not _same(request, one, other, bound, verdict):
-            return
+    aborted = any(_aborted(one) for one in [*ours, *(right or ())])
+    verdict.aborted += aborted
+    if right is None:
+        return
+    same = all(_same(request, one, other, bound, verdict) for one, other in zip(ours, right, strict=True))
+    if not aborted:
+        verdict.compared[kind] += 1
+        verdict.identical += same
+
+
+def _never_began(request: Request, answers: list[Answer]) -> bool:
+    """Whether it was aborted while its grammar was compiled: SGLang then answers with an error."""
+    return request.abort_ms is not None and any("Aborted by AbortReq" in one.get("error", "") for one in answers)
+
+
+def _aborted(answer: Answer) -> bool:
+    return answer["finish"]["type"] == "abort"
 
 
 def form_of(request: Request, one: Answer) -> str | None:
@@ -196,85 +241,56 @@ def form_of(request: Request, one: Answer) -> str | None:
 
 
 def _same(request: Request, one: Answer, other: Answer, bound: float, verdict: Verdict) -> bool:
-    """Whether an answer is the right one; says so in ``verdict`` otherwise."""
-    aborted = one["finish"]["type"] == "abort"
+    """Whether an answer is the right one, or as much of it as both have; says so in ``verdict`` otherwise."""
     expected = other["ids"]
     position = next((i for i, (a, b) in enumerate(zip(one["ids"], expected)) if a != b), None)
     if position is not None:
         # While its grammar is compiled SGLang ends a request by giving it another prompt, and answers that.
-        if aborted and one["finish"].get("message") == "Aborted by AbortReq.":
+        ends = [answer["finish"] for answer in (one, other)]
+        if any(end["type"] == "abort" and end.get("message") == "Aborted by AbortReq." for end in ends):
             return True
-        tokens = one["ids"][position], expected[position]
-        gap, listed = gap_of(request, position, *tokens, other)
-        found = Difference(request.number, request.kind, position, *tokens, gap, listed)
-        if request.kind != "greedy" and position < len(other.get("tops", [])):
-            found.at_cut = stands_at_cut(request, tokens, other["tops"][position], bound)
+        found = _difference(request, position, one, other, bound)
         verdict.differences.append(found)
-        if not gap <= bound and not found.at_cut:
+        if found.wide:
             verdict.wide.append(found)
             verdict.requests.append(f"{request} {one}")
-    _compare_values(request, one, other, position, bound, verdict)
-    if position is not None:
+    if not _same_values(request, one, other, position, bound, verdict) or position is not None:
         return False
-    if aborted and len(one["ids"]) <= len(expected):
+    if any(_aborted(a) and len(a["ids"]) <= len(b["ids"]) for a, b in ((one, other), (other, one))):
         return True
-    ends = [(len(a["ids"]), a["finish"], a["usage"], a["reasoning"], a["text"]) for a in (one, other)]
-    if ends[0] != ends[1]:
-        verdict.failures.append(f"{request.number}: ends differently: {ends[0]} and {ends[1]}; {request}")
+    both = [(len(a["ids"]), a["finish"], a["usage"], a["reasoning"], a["text"]) for a in (one, other)]
+    if both[0] != both[1]:
+        verdict.failures.append(f"{request.number}: ends differently: {both[0]} and {both[1]}; {request}")
         return False
     return True
 
 
-def _compare_values(
+def _difference(request: Request, position: int, one: Answer, other: Answer, bound: float) -> Difference:
+    ours, right = one["ids"][position], other["ids"][position]
+    gap, listed = gap_of(request, position, ours, right, other)
+    found = Difference(request.number, request.kind, position, ours, right, gap, listed, tie_bound(request, bound))
+    if request.kind != "greedy" and position < len(other.get("tops", [])):
+        row = other["tops"][position]
+        if right not in [token for _, token in row]:
+            row = [*row, [other["logprobs"][position], right]]
+        found.at_cut = stands_at_cut(request, (ours, right), row, found.bound)
+    return found
+
+
+def _same_values(
     request: Request, one: Answer, other: Answer, position: int | None, bound: float, verdict: Verdict
-) -> None:
+) -> bool:
     """Log probabilities up to the first difference, and of the prompt."""
-    rows = [(one.get("logprobs", [])[:position], other.get("logprobs", []))]
+    rows = [(one.get("logprobs", [])[:position], other.get("logprobs", []), tie_bound(request, bound))]
     if request.fields.get("logprob_start_len") == 0:
-        rows.append((one.get("input_logprobs", []), other.get("input_logprobs", [])))
-    for found, right in rows:
+        rows.append((one.get("input_logprobs", []), other.get("input_logprobs", []), bound))
+    for found, right, most in rows:
         for value, expected in zip(found, right):
             if value is None or expected is None or expected < -80:  # masked to nothing
                 continue
             apart = abs(value - expected)
             verdict.largest_value_difference = max(verdict.largest_value_difference, apart)
-            if not apart <= bound:
+            if not apart <= most:
                 verdict.failures.append(f"{request.number}: log probability {value}, not {expected}; {request}")
-                return
-
-
-def same_law(ours: dict[str, list[list[int]]], right: dict[str, list[list[int]]]) -> dict[str, Any]:
-    """Two-sample chi-square tests, of every token and of every two neighbours, for each group of equal requests.
-
-    Parameters
-    ----------
-    ours, right : dict
-        Texts by group.
-
-    Returns
-    -------
-    dict
-        Texts a group, and the smallest p-value times the number of tests.
-    """
-    from scipy import stats
-
-    values = []
-    for group, texts in ours.items():
-        length = min((len(text) for text in [*texts, *right.get(group, [])]), default=0)
-        windows = [(i, i + 1) for i in range(length)] + [(i, j + 1) for i, j in pairwise(range(length))]
-        for start, end in windows:
-            counts: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-            for side, sample in enumerate((texts, right.get(group, []))):
-                for text in sample:
-                    counts[tuple(text[start:end])][side] += 1
-            table = [row for row in counts.values() if sum(row) >= MIN_OBSERVED]
-            rare = np.sum([row for row in counts.values() if sum(row) < MIN_OBSERVED] or [[0, 0]], axis=0)
-            if rare.sum() >= MIN_OBSERVED:
-                table.append(rare.tolist())
-            if len(table) > 1 and np.all(np.sum(table, axis=0) > 0):
-                values.append(float(stats.chi2_contingency(np.array(table).T).pvalue))
-    return {
-        "texts": {group: len(texts) for group, texts in sorted(ours.items())},
-        "tests": len(values),
-        "p_value": min(1.0, min(values) * len(values)) if values else None,
-    }
+                return False
+    return True

@@ -10,6 +10,8 @@ from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
 PLAIN = "plain"
 ARMS = (PLAIN, "parallel", "sequential")
 MAX_RUNNING = {"cuda": 128, "cpu": 16}
+# Tokens read at once by all requests together: one prompt is cut each time.
+CHUNK = {"cuda": 256, "cpu": 64}
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,11 @@ class Setting:
     environment : dict
         Further environment variables.
     bound : float
-        Gap in log probability, in nats, below which two tokens count as equally good.
+        Difference of two logits, in nats, below which two tokens count as equally good.
     deterministic : bool
-        Requests without a seed get SGLang's default one.
+        Requests without a seed get SGLang's default one, and the plain engine's sampler fails an assertion where it has
+        to draw from a law that top-k, top-p or min-p cut. So it is asked greedy requests only; laws are judged in the
+        other setting.
     """
 
     name: str
@@ -53,7 +57,9 @@ FLOAT32 = Setting(
     environment={"TRITON_F32_DEFAULT": "tf32x3"},
     deterministic=True,
 )
-# The tiny model's logits reach 16 to 32, where bfloat16 numbers are 0.125 apart: four of these steps.
+# The tiny model's logits reach 16 to 32, where bfloat16 numbers are 0.125 apart: four of these steps. Measured against
+# float32, the logits of the 24 best tokens are up to 0.36 apart from where they should be to each other, over 40,000
+# positions of this traffic; two computations in bfloat16 may each be that wrong.
 # Graphs of prefills are compiled for a minute and change no step of a round.
 BFLOAT16 = Setting(
     "bfloat16",
@@ -76,8 +82,8 @@ def number_of_gpus(device: str) -> int:
 def engine_keywords(setting: Setting, arm: str, device: str, num_gpus: int) -> dict[str, Any]:
     """Keywords of one engine.
 
-    The parallel one has a KV pool too small for all requests and, where SGLang allows it, reads prompts in chunks of 64
-    tokens; the sequential one has pages of 16 tokens and five drafts a round.
+    The parallel one has a KV pool too small for all requests and, where SGLang allows it, reads prompts in chunks; the
+    sequential one has pages of 16 tokens and five drafts a round.
     """
     keywords: dict[str, Any] = {
         "model_path": str(TINY_TARGET),
@@ -95,17 +101,25 @@ def engine_keywords(setting: Setting, arm: str, device: str, num_gpus: int) -> d
         # kernels would be compiled for minutes, in the plain engine only.
         keywords.update(mem_fraction_static=0.8, sampling_backend="pytorch")
     if arm == PLAIN:
+        # SGLang's overlap scheduler plans a step before the one ahead of it is processed; its penalties count
+        # ``req.output_ids[-1]`` of that moment (``ScheduleBatch.cumulate_penalty_output_tokens``): a token late, at
+        # first the prompt's last one, and never the token that a prefill in between makes it miss. The reference has
+        # to count what was generated. CPUs run without that scheduler anyway.
+        keywords.update(disable_overlap_schedule=True)
+        if num_gpus > 1:
+            keywords.update(base_gpu_id=num_gpus - 1)  # beside the drafters, away from the four other targets
         return keywords
     keywords.update(
         speculative_algorithm="PSD",
         speculative_draft_model_path=str(TINY_DRAFT),
         speculative_num_steps=3 if arm == "parallel" else 5,
         psd_mode=arm,
+        psd_config={"standby": False},  # nobody attacks these drafters; another import would take a core of each
     )
     if arm == "parallel":
         keywords.update(schedule_conservativeness=0.05)
         if not setting.deterministic:  # SGLang cuts prompts at multiples of 4,096 there
-            keywords.update(chunked_prefill_size=64)
+            keywords.update(chunked_prefill_size=CHUNK[device])
     else:
         keywords.update(page_size=16)
     if device == "cuda":

@@ -64,22 +64,20 @@ def chat_prompts(count: int) -> list[list[int]]:
 
 
 def random_requests(seed: int, count: int, deterministic: bool) -> list[Request]:
-    """``count`` requests that depend on the seed only; ``deterministic`` as in ``Setting``."""
+    """``count`` requests that depend on the arguments only; ``deterministic`` as in ``Setting``: then without laws."""
     rng, chats = Random(seed), chat_prompts(64)
     requests = []
     for number in range(count):
-        if number % LAW_EVERY == 0:
-            requests.append(_law_request(number, chats, deterministic))
+        if number % LAW_EVERY == 0 and not deterministic:
+            requests.append(_law_request(number, chats))
         else:
             requests.append(_random_request(rng, number, chats))
     return requests
 
 
-def _law_request(number: int, chats: list[list[int]], deterministic: bool) -> Request:
+def _law_request(number: int, chats: list[list[int]]) -> Request:
     group = number // LAW_EVERY % len(LAW_WISHES)
     sampling = {**LAW_WISHES[group], "max_new_tokens": LAW_LENGTH, "ignore_eos": True}
-    if deterministic:  # the default seed would give all the same answer
-        sampling["sampling_seed"] = number
     return Request(number, f"law{group}", chats[group], sampling)
 
 

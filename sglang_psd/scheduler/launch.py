@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LATE = "PSD: the drafter begins its imports only now"  # not with the scheduler's: see early.py
+
 
 def visible_drafter_device(args: PSDServerArgs, config: PSDConfig, gpu_id: int) -> DrafterDevice:
     """Choose the drafter's device and warn where it is the target's own."""
@@ -157,14 +159,21 @@ class DrafterLauncher:
         """Start the first drafter, in the process whose imports began with this one's if it was started for it."""
         begun = early.take()
         if begun is None:
+            logger.warning("%s; this process could not begin them earlier: %s.", LATE, early.why_none())
             return self.launch()
-        expected = msgspec.structs.replace(self.spec, import_niceness=0)
-        visible = visible_name(self._device, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        if (begun.spec, begun.visible_device) != (expected, visible):
-            logger.info("PSD: the drafter's early start was for another drafter; a new process is started.")
+        if others := self._differences(begun):
+            logger.warning("%s; what began with this process is another drafter (%s).", LATE, ", ".join(others))
             begun.standby.end()
             return self.launch()
+        logger.info("PSD: the drafter began its imports with this process.")
         return self.launch(begun.standby)
+
+    def _differences(self, begun: early.EarlyStart) -> list[str]:
+        """In what the drafter that was started early is not the one to start."""
+        expected = msgspec.structs.asdict(msgspec.structs.replace(self.spec, import_niceness=0))
+        names = [name for name, value in msgspec.structs.asdict(begun.spec).items() if value != expected[name]]
+        visible = visible_name(self._device, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return names if begun.visible_device == visible else [*names, "CUDA_VISIBLE_DEVICES"]
 
     def launch(self, standby: StandbyProcess | None = None) -> DrafterProcess:
         """Start a drafter, or let ``standby`` become one; returns at once, ``join`` waits for it."""

@@ -17,12 +17,15 @@ from sglang_psd import early
 from sglang_psd.cpu import bootstrap
 from tests.unit.test_standby import SPEC
 
+# What an interpreter does by itself where the package is installed, and what came of it.
+ASKED = "from sglang_psd import early; early.accept(); print(early.take(), early.why_none())"
 ROOT = str(Path(__file__).parents[2])
 
 
 def what_i_began(results) -> None:
     begun = early.take()
     results.put(None if begun is None else (begun.spec.parent_pid, begun.spec.import_niceness, begun.standby.pid))
+    results.put(early.why_none())
     if begun is not None:
         begun.standby.end()
         begun.standby._process.wait()
@@ -31,27 +34,36 @@ def what_i_began(results) -> None:
 
 @pytest.fixture
 def offered(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The token of an open offer."""
-    monkeypatch.setenv(early.VARIABLE, "")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    )
-    early.offer(SPEC, None)
+    """The token of an open offer, which is in this process's environment."""
+    monkeypatch.setenv(early.VARIABLE, early.write_offer(SPEC, None))
     return Path(json.loads(os.environ[early.VARIABLE])["token"])
 
 
-def test_the_first_spawned_process_takes_it(offered: Path) -> None:
+def test_the_first_spawned_process_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever interpreter is up first: the second one, as SGLang's detokenizer, has no offer to take."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]))
+    early.offer(SPEC, None)
     spawn = multiprocessing.get_context("spawn")
-    found = []
+    started = []
     for _ in range(2):
         results = spawn.SimpleQueue()
-        process = spawn.Process(target=what_i_began, args=(results,))
-        process.start()
-        found.append((process.pid, results.get(), results.get()))
+        started.append((spawn.Process(target=what_i_began, args=(results,)), results))
+        started[-1][0].start()
+        assert early.VARIABLE not in os.environ
+    found = [(process.pid, results.get(), results.get(), results.get()) for process, results in started]
+    for process, _ in started:
         process.join()
-    (first, (parent, niceness, child), told_on), (_, second, _) = found
-    assert parent == first and niceness == 0 and child != first and not told_on
-    assert second is None and not offered.exists()
+    (first, (parent, niceness, child), taken, told_on), (_, second, late, _) = found
+    assert parent == first and niceness == 0 and child != first and taken == "it has been taken" and not told_on
+    assert second is None and late == "it found no offer when its interpreter started"
+
+
+def test_one_process_can_take_it(offered: Path) -> None:
+    """Should two have it after all."""
+    spawned = [sys.executable, "-c", ASKED, "--multiprocessing-fork"]
+    first, second = (subprocess.run(spawned, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first.startswith("EarlyStart(") and not offered.exists()
+    assert second.strip() == "None another process had taken the offer"
 
 
 LAUNCHER = """
@@ -92,13 +104,40 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 def test_other_processes_leave_it(offered: Path) -> None:
     """A plain interpreter, and one that was spawned by somebody else."""
-    asked = "from sglang_psd import early; early.accept(); print(early.take())"
-    spawned = [sys.executable, "-c", asked, "--multiprocessing-fork"]
-    by_others = f"import subprocess; subprocess.run({spawned!r})"
-    for script in (asked, by_others):
+    spawned = [sys.executable, "-c", ASKED, "--multiprocessing-fork"]
+    # The process in between hands the offer on, as one does that does not know of it.
+    by_others = (
+        f"import os, subprocess; os.environ[{early.VARIABLE!r}] = {os.environ[early.VARIABLE]!r}; "
+        f"subprocess.run({spawned!r})"
+    )
+    for script, reason in ((ASKED, "not spawned by multiprocessing"), (by_others, "for children of process")):
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == "None" and offered.exists()
+        assert done.stdout.startswith("None ") and reason in done.stdout and offered.exists()
     offered.unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda offer: offer["spec"].update(num_steps="three"), "failed with ValidationError: Expected `int`"),
+        (lambda offer: offer.pop("visible_device"), "failed with KeyError: 'visible_device'"),
+    ],
+)
+def test_what_goes_wrong_is_kept(offered: Path, harm, reason: str) -> None:
+    """The process that was to start a drafter lives, and can say why there is none."""
+    offer = json.loads(os.environ[early.VARIABLE])
+    harm(offer)
+    spawned = [sys.executable, "-c", ASKED, "--multiprocessing-fork"]
+    environment = {**os.environ, early.VARIABLE: json.dumps(offer)}
+    done = subprocess.run(spawned, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.startswith("None taking the offer ") and reason in done.stdout
+    assert not offered.exists()
+
+
+def test_without_an_offer_there_is_a_reason_too() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != early.VARIABLE}
+    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == "None it found no offer when its interpreter started"
 
 
 def test_what_starts_with_python_knows_the_variable() -> None:

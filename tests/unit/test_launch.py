@@ -111,33 +111,49 @@ def test_drafter_standby_and_successor_start_alike(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("change", [{}, {"max_running_requests": 3}, {"visible": "GPU-c"}])
-def test_the_first_drafter_takes_the_process_that_was_started_for_it(monkeypatch, change: dict) -> None:
+def test_the_first_drafter_takes_the_process_that_was_started_for_it(monkeypatch, caplog, change: dict) -> None:
     """What began early becomes the drafter if the scheduler would start just that, and ends if not."""
     monkeypatch.setattr("sglang_psd.compat.vocab_limit", lambda args: 320)
     monkeypatch.setattr(launch, "choose_device", lambda *_: OWN)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")
-    monkeypatch.setenv("SGLANG_PSD_EARLY_START", "")
+    offers: list[tuple[DrafterSpec, str | None]] = []
+    monkeypatch.setattr(early, "offer", lambda *offered: offers.append(offered))
     args = SimpleNamespace(**ARGS, psd=lambda: PSDConfig(), base_gpu_id=0, gpu_id_step=1, tp_size=1)
     args.device = "cuda"
     launch.offer_early_start(args)  # type: ignore[arg-type]
-    offered = json.loads(os.environ["SGLANG_PSD_EARLY_START"])
-    os.unlink(offered["token"])
-    spec = msgspec.convert({**offered["spec"], "parent_pid": os.getpid(), "import_niceness": 0}, DrafterSpec)
+    ((offered, visible_device),) = offers
+    spec = msgspec.structs.replace(offered, parent_pid=os.getpid(), import_niceness=0)
     begun = Waiting(spec, os.environ)
     process = begun._process
-    visible = change.get("visible", offered["visible_device"])
+    visible = change.get("visible", visible_device)
     monkeypatch.setattr(early, "_started", early.EarlyStart(begun, spec, visible))
     monkeypatch.setattr("sglang_psd.drafter.process.start_interpreter", lambda *_: no_drafter())
     args.max_running_requests = change.get("max_running_requests", args.max_running_requests)
-    drafter = DrafterLauncher(args, PSDConfig(), OWN).launch_first()  # type: ignore[arg-type]
+    with caplog.at_level("INFO"):
+        drafter = DrafterLauncher(args, PSDConfig(), OWN).launch_first()  # type: ignore[arg-type]
     said, _ = process.communicate(timeout=30)
     taken = drafter.pid == process.pid
     drafter.stop()
     assert taken == (not change) and early.take() is None
     if taken:
         assert json.loads(said)["endpoint"].startswith("ipc://")
+        assert "began its imports with this process" in caplog.text
     else:
         assert process.returncode != 0
+        named = "CUDA_VISIBLE_DEVICES" if "visible" in change else "max_requests"
+        assert f"what began with this process is another drafter ({named})" in caplog.text
+
+
+def test_a_drafter_that_begins_late_says_why(monkeypatch, caplog) -> None:
+    monkeypatch.setattr("sglang_psd.compat.vocab_limit", lambda args: 320)
+    monkeypatch.setattr("sglang_psd.drafter.process.start_interpreter", lambda *_: no_drafter())
+    monkeypatch.setattr(early, "_absence", "taking the offer failed with OSError: no more processes")
+    DrafterLauncher(SimpleNamespace(**ARGS), PSDConfig(), CPU).launch_first().stop()  # type: ignore[arg-type]
+    (said,) = [record for record in caplog.records if record.name == launch.__name__]
+    assert said.levelname == "WARNING" and said.getMessage() == (
+        "PSD: the drafter begins its imports only now; this process could not begin them earlier: "
+        "taking the offer failed with OSError: no more processes."
+    )
 
 
 class Waiting(StandbyProcess):
