@@ -160,7 +160,7 @@ def stands_at_cut(request: Request, tokens: tuple[int, int], row: list, bound: f
         at_top_p = abs(mass[rank] - sampling.get("top_p", 2.0)) < bound * mass[rank + 1] / 4
         lowest = values[0] + math.log(sampling["min_p"]) if sampling.get("min_p") else -math.inf
         edge = sampling.get("top_k", 0)
-        at_top_k = 0 < edge < len(values) and abs(values[rank] - values[edge]) < bound and rank >= edge - 1
+        at_top_k = 0 < edge < len(values) and min(abs(values[rank] - values[edge - 1 : edge + 1])) < bound
         if at_top_p or at_top_k or abs(values[rank] - lowest) < bound:
             return True
     return False

@@ -23,11 +23,12 @@ def same_law(ours: dict[str, list[list[int]]], right: dict[str, list[list[int]]]
     Returns
     -------
     dict
-        Texts a group, and the smallest p-value times the number of tests.
+        Texts a group, the smallest p-value times the number of tests, and what that test was: its group, the tokens
+        ``(start, end)`` and how often both samples had each combination, those that were seen too rarely together.
     """
     from scipy import stats
 
-    values = []
+    tests: list[tuple[float, str, tuple[int, int], list[list[int]]]] = []
     for group, texts in ours.items():
         length = min((len(text) for text in [*texts, *right.get(group, [])]), default=0)
         windows = [(i, i + 1) for i in range(length)] + [(i, j + 1) for i, j in pairwise(range(length))]
@@ -41,9 +42,12 @@ def same_law(ours: dict[str, list[list[int]]], right: dict[str, list[list[int]]]
             if rare.sum() >= MIN_OBSERVED:
                 table.append(rare.tolist())
             if len(table) > 1 and np.all(np.sum(table, axis=0) > 0):
-                values.append(float(stats.chi2_contingency(np.array(table).T).pvalue))
+                value = float(stats.chi2_contingency(np.array(table).T).pvalue)
+                tests.append((value, group, (start, end), table))
+    least = min(tests, default=None)
     return {
         "texts": {group: len(texts) for group, texts in sorted(ours.items())},
-        "tests": len(values),
-        "p_value": min(1.0, min(values) * len(values)) if values else None,
+        "tests": len(tests),
+        "p_value": None if least is None else min(1.0, least[0] * len(tests)),
+        "least": None if least is None else {"group": least[1], "tokens": least[2], "counts": least[3]},
     }

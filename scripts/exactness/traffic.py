@@ -9,10 +9,9 @@ from typing import Any
 from sglang_psd.resources import TINY_TARGET, load_prompts
 from tests.rig.fuzz import random_call
 
-# One request in so many belongs to a group that asks the same again and again: its answers are samples of one law.
-LAW_EVERY = 10
+# Groups of requests that ask the same again and again: their answers are samples of one law.
 LAW_LENGTH = 4
-LAW_WISHES: tuple[dict[str, Any], ...] = (
+LAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 1.2, "top_k": 8},
@@ -63,21 +62,20 @@ def chat_prompts(count: int) -> list[list[int]]:
     ]
 
 
-def random_requests(seed: int, count: int, deterministic: bool) -> list[Request]:
-    """``count`` requests that depend on the arguments only; ``deterministic`` as in ``Setting``: then without laws."""
+def random_requests(seed: int, count: int, law_every: int) -> list[Request]:
+    """``count`` requests that depend on the arguments only, one in ``law_every`` of them for a law; 0: none."""
     rng, chats = Random(seed), chat_prompts(64)
     requests = []
     for number in range(count):
-        if number % LAW_EVERY == 0 and not deterministic:
-            requests.append(_law_request(number, chats))
+        if law_every and number % law_every == 0:
+            requests.append(_law_request(number, number // law_every % len(LAWS), chats))
         else:
             requests.append(_random_request(rng, number, chats))
     return requests
 
 
-def _law_request(number: int, chats: list[list[int]]) -> Request:
-    group = number // LAW_EVERY % len(LAW_WISHES)
-    sampling = {**LAW_WISHES[group], "max_new_tokens": LAW_LENGTH, "ignore_eos": True}
+def _law_request(number: int, group: int, chats: list[list[int]]) -> Request:
+    sampling = {**LAWS[group], "max_new_tokens": LAW_LENGTH, "ignore_eos": True}
     return Request(number, f"law{group}", chats[group], sampling)
 
 

@@ -35,7 +35,7 @@ class Traffic:
 
     seed: int
     count: int
-    deterministic: bool
+    law_every: int
     plain: bool
 
 
@@ -170,7 +170,7 @@ async def serve(answerer: Answerer) -> None:
     job = answerer.job
     if job.traffic is not None:
         traffic = job.traffic
-        requests = random_requests(traffic.seed, traffic.count, traffic.deterministic)
+        requests = random_requests(traffic.seed, traffic.count, traffic.law_every)
         if traffic.plain:
             requests = [one for one in requests if one.kind in job.reference or one.kind.startswith("law")]
         await answerer.answer(requests)
