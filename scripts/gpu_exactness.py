@@ -123,7 +123,8 @@ class Group:
         """For JSON; ``failures`` counts everything that is wrong."""
         law = self.law()
         failures = sum(arm.error is not None for arm in self.arms.values())
-        failures += sum(len(v.failures) + len(v.wide) + (not v.compared) for v in self._verdicts.values())
+        idle = 0 if self.setting.law_every == 1 else sum(not v.compared for v in self._verdicts.values())
+        failures += idle + sum(len(v.failures) + len(v.wide) for v in self._verdicts.values())
         failures += sum(one["p_value"] is not None and one["p_value"] < SMALLEST_P for one in law.values())
         return {
             "failures": failures,
