@@ -72,12 +72,14 @@ def check_contents(message: Proposals, num_steps: int, vocab_limit: int) -> None
     ProtocolError
         Names what is wrong. The round goes on without these drafts.
     """
-    ids = (np.frombuffer(message.tokens, TOKEN), np.frombuffer(message.law_ids, TOKEN))
-    probs = np.frombuffer(message.law_probs, PROB)
     if message.num_steps > num_steps:
         raise ProtocolError(f"The drafter sent {message.num_steps} drafts a request, {num_steps} are wanted at most.")
-    if any(len(part) and (int(part.min()) < 0 or int(part.max()) >= vocab_limit) for part in ids):
-        raise ProtocolError("The drafter proposed a token that the target does not have.")
+    for part in (message.tokens, message.law_ids):
+        if part and not 0 <= (ids := np.frombuffer(part, TOKEN)).min() <= ids.max() < vocab_limit:
+            raise ProtocolError("The drafter proposed a token that the target does not have.")
+    if not message.law_probs:
+        return
+    probs = np.frombuffer(message.law_probs, PROB)
     # Written so that NaN fails it.
-    if len(probs) and not (float(probs.min()) >= 0.0 and float(probs.max()) <= 1.001):
+    if not (float(probs.min()) >= 0.0 and float(probs.max()) <= 1.001):
         raise ProtocolError("The drafter sent a law that is none.")

@@ -6,6 +6,7 @@ the target's first kernel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,11 @@ class ProposalTable:
     law_of : ndarray or None, ``[R] int64``
         Index of each row's law, -1 where its drafts were certain; None when all were.
     law_ids, law_probs : ndarray, ``[L, K, M]``, int32 and float32
+        Only where there are laws.
     """
+
+    law_ids: np.ndarray
+    law_probs: np.ndarray
 
     def __init__(self, message: Proposals):
         rows, steps = len(message.rids), message.num_steps
@@ -36,11 +41,11 @@ class ProposalTable:
         self.base_lens = message.base_lens
         self.counts = np.array(message.counts, dtype=np.int64)
         self.tokens = np.frombuffer(message.tokens, TOKEN).reshape(rows, steps)
-        shape = (len(message.sampled), steps, message.top_m)
-        self.law_ids = np.frombuffer(message.law_ids, TOKEN).reshape(shape)
-        self.law_probs = np.frombuffer(message.law_probs, PROB).reshape(shape)
         self.law_of: np.ndarray | None = None
         if message.sampled:
+            shape = (len(message.sampled), steps, message.top_m)
+            self.law_ids = np.frombuffer(message.law_ids, TOKEN).reshape(shape)
+            self.law_probs = np.frombuffer(message.law_probs, PROB).reshape(shape)
             self.law_of = np.full(rows, -1, dtype=np.int64)
             self.law_of[message.sampled] = np.arange(len(message.sampled))
 
@@ -96,6 +101,20 @@ class DraftBatch:
             np.zeros((num_requests, num_steps), dtype=TOKEN),
             np.zeros(num_requests, dtype=bool),
         )
+
+    @classmethod
+    def whole(cls, table: ProposalTable, num_steps: int, limits: Sequence[int]) -> DraftBatch:
+        """All drafts of a message whose rows are the batch, ``limits[i]`` of row ``i``'s at most."""
+        counts = np.minimum(table.counts, limits)
+        size, steps = table.tokens.shape
+        if table.law_of is not None or steps < num_steps:
+            batch, each = cls.empty(size, num_steps), np.arange(size)
+            batch.put(each, table, each, counts)
+            return batch
+        # Most chains are as long as can be and wanted as a whole.
+        complete = int(counts.min(initial=num_steps)) == num_steps
+        tokens = table.tokens if complete else np.where(np.arange(steps) < counts[:, None], table.tokens, 0)
+        return cls(np.array(table.base_lens, dtype=np.int64), counts, tokens, np.zeros(size, dtype=bool))
 
     def __len__(self) -> int:
         return len(self.counts)

@@ -1,19 +1,20 @@
-"""What one chain needs to know about its rows, packed so that it reaches the device in two copies."""
+"""What one chain needs to know about its rows, packed so that it reaches the device in one copy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from sglang_psd.drafter.packed import SAMPLED, SEEDED, unpack_sampling
 from sglang_psd.drafter.rows import Pooled
+from sglang_psd.transfer import to_device
 
 # Row of each quantity in the two packed arrays.
 _INTS = ("rows", "lens", "previous", "last", "kinds", "top_k", "seeds")
 _FLOATS = ("temperature", "top_p", "min_p")
+_ROW_BYTES = 8 * len(_INTS) + 4 * len(_FLOATS)
 
 
 @dataclass(frozen=True)
@@ -39,35 +40,47 @@ class Columns:
 
     ints: torch.Tensor
     floats: torch.Tensor
+    _bytes: torch.Tensor  # both, side by side
 
     @classmethod
     def empty(cls, num_rows: int, device: str, *, pinned: bool = False) -> Columns:
         """Columns of padding rows: pool row 0 (SGLang's padding row), length 1, greedy."""
-        columns = cls(
-            torch.zeros(len(_INTS), num_rows, dtype=torch.int64, device=device, pin_memory=pinned),
-            torch.ones(len(_FLOATS), num_rows, dtype=torch.float32, device=device, pin_memory=pinned),
-        )
+        columns = cls._over(torch.zeros(num_rows * _ROW_BYTES, dtype=torch.uint8, device=device, pin_memory=pinned))
+        columns.floats.fill_(1.0)
         columns.lens.fill_(1)
         return columns
 
-    def clear(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Write padding behind the first ``count`` rows (host tensors only); returns both arrays for the others."""
-        ints, floats = self.ints.numpy(), self.floats.numpy()
-        ints[:, count:], floats[:, count:] = 0, 1.0
-        ints[1, count:] = 1
-        return ints, floats
+    @classmethod
+    def _over(cls, both: torch.Tensor) -> Columns:
+        num_ints = len(both) // _ROW_BYTES * len(_INTS) * 8
+        ints, floats = both[:num_ints].view(torch.int64), both[num_ints:].view(torch.float32)
+        return cls(ints.view(len(_INTS), -1), floats.view(len(_FLOATS), -1), both)
+
+    def on(self, device: str) -> Columns:
+        """A copy on ``device``, without waiting for it."""
+        return self._over(to_device(self._bytes, device))
+
+    def copy_(self, other: Columns) -> None:
+        """Take over what stands in other columns of this size, in one copy and without waiting for the device."""
+        self._bytes.copy_(other._bytes, non_blocking=True)
 
     def fill(self, states: Sequence[Pooled]) -> Kinds:
         """Write the given requests into the first rows (host tensors only) and padding into the rest."""
-        count = len(states)
-        ints, floats = self.clear(count)
         tokens = [state.tokens for state in states]
-        ints[0, :count] = [state.pool_row for state in states]
-        ints[1, :count] = [len(each) for each in tokens]
-        ints[2, :count] = [each[-2] if len(each) > 1 else 0 for each in tokens]
-        ints[3, :count] = [each[-1] for each in tokens]
-        constant, law = unpack_sampling([state.packed for state in states])
-        ints[4:, :count], floats[:, :count] = constant.T, law.T
+        rows = [state.pool_row for state in states]
+        lens = [len(each) for each in tokens]
+        previous = [each[-2] if len(each) > 1 else 0 for each in tokens]
+        last = [each[-1] for each in tokens]
+        return self.write((rows, lens, previous, last), [state.packed for state in states])
+
+    def write(self, ints: tuple[list[int], ...], packed: Sequence[bytes]) -> Kinds:
+        """As ``fill``: the first four rows of ``ints``, and the sampling parameters of each request."""
+        count, all_ints, all_floats = len(packed), self.ints.numpy(), self.floats.numpy()
+        all_ints[:, count:], all_floats[:, count:] = 0, 1.0
+        all_ints[1, count:] = 1
+        all_ints[:4, :count] = ints
+        constant, law = unpack_sampling(packed)
+        all_ints[4:, :count], all_floats[:, :count] = constant.T, law.T
         kinds = constant[:, 0].tolist()
         return Kinds(SAMPLED in kinds, SEEDED in kinds)
 

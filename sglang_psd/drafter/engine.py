@@ -29,10 +29,10 @@ from sglang_psd.channel.messages import (
 )
 from sglang_psd.drafter.answer import Laws, make_proposals
 from sglang_psd.drafter.chain import CATCH_UP, HostChain
+from sglang_psd.drafter.layout import lay_out
 from sglang_psd.drafter.model import DraftModel
 from sglang_psd.drafter.packed import SAMPLED, kind_of
 from sglang_psd.drafter.rows import DraftState, Pooled
-from sglang_psd.drafter.snapshot import Snapshot
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.errors import ProtocolError
 
@@ -62,7 +62,6 @@ class DraftEngine:
         self._last: tuple[list[DraftState], HostChain] | None = None
         # Requests of a chain whose states have not been told yet what it has fed.
         self._untold: tuple[list[DraftState], HostChain] | None = None
-        self._snapshot = Snapshot(spec.max_requests, spec.num_steps, self._model.context_len, self._model.vocab_size)
         self._rounds = 0
         self._drafted_tokens = 0
         self.load_s = time.monotonic() - started
@@ -135,25 +134,25 @@ class DraftEngine:
         gained is written down while it works, what the chain has fed when the round is answered.
         """
         started, rows, num_steps = time.monotonic(), message.rows, message.num_steps
-        states = [self._states.get(row.rid) for row in rows]
-        if None in states or not 0 < num_steps <= self.spec.num_steps or len({row.rid for row in rows}) < len(rows):
+        if not 0 < num_steps <= self.spec.num_steps or len({row.rid for row in rows}) < len(rows):
             return None
-        known = cast("list[DraftState]", states)
         self._tell()
-        layout = self._snapshot.lay_out(known, rows, num_steps)
+        states = [self._states.get(row.rid) for row in rows]
+        layout = lay_out(states, rows, num_steps, self._model.context_len, self._model.vocab_size)
         if layout is None:
             return None
+        known, sampled = cast("list[DraftState]", states), list[int]()
 
-        def commit() -> None:
+        def follow() -> None:
             for state, row in zip(known, rows):
                 if not state.commit(row.new_tokens, row.base_len):
-                    raise RuntimeError(f"{row.rid} is out of step with what was noted of it.")
+                    raise RuntimeError(f"{row.rid} is out of step with what its round was laid out for.")
+            sampled.extend(i for i, state in enumerate(known) if kind_of(state.sampling) == SAMPLED)
 
-        drafts = self._model.draft_laid_out(len(rows), layout.fill, layout.width, num_steps, commit)
+        drafts = self._model.draft_laid_out(len(rows), layout.fill, layout.width, num_steps, follow)
         self._last = self._untold = known, drafts
         if self.spec.integrity_checks and (fault := self.fault()) is not None:
             raise RuntimeError(f"after round {message.round_id}: {fault}")
-        sampled = layout.sampled()
         laws, counts = Laws(drafts, sampled, sampled), [num_steps] * len(rows)
         return self._answer(message.round_id, rows, counts, drafts.tokens, laws, (received_s, started))
 
@@ -197,7 +196,7 @@ class DraftEngine:
         """Do ahead what the next rounds would have to wait for; after a round, while the target verifies.
 
         The last draft of each chain is fed to the model: where the whole chain is accepted nothing is missing then.
-        Slots for the next chain are taken while there are plenty, and requests are noted for ``draft_known``.
+        Slots for the next chain are taken while there are plenty.
         """
         self._tell()
         last, self._last = self._last, None
@@ -217,7 +216,6 @@ class DraftEngine:
             self._model.reserve_all(states, most)
         for state, draft in standing:
             state.note_last(draft)
-            self._snapshot.note(state)
 
     def _usable(self, state: Pooled, num_steps: int) -> bool:
         return len(state.tokens) + num_steps <= self._model.context_len

@@ -152,7 +152,7 @@ class ChainGraphs:
 
         def decode(rows: torch.Tensor, lens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             return self._forward(
-                stage, self._forward_batch(rows, lens, None, ids, self._slots(rows, lens))
+                stage, self._forward_batch(rows, lens, None, ids, self._slots(rows, lens), lens - 1)
             ).next_token_logits
 
         uniforms = self._uniforms[:, :size] if kinds.sampled else None
@@ -183,7 +183,7 @@ class ChainGraphs:
         """KV slots of the tokens that a step feeds, ``[R] int64``."""
         return self._table[rows, lens - 1].to(torch.int64)
 
-    def _forward_batch(self, rows, lens, lens_cpu, ids, slots) -> Any:
+    def _forward_batch(self, rows, lens, lens_cpu, ids, slots, positions) -> Any:
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
         return ForwardBatch(
@@ -195,7 +195,7 @@ class ChainGraphs:
             out_cache_loc=slots,
             seq_lens_sum=None if lens_cpu is None else int(lens_cpu.sum()),
             seq_lens_cpu=lens_cpu,
-            positions=lens - 1,
+            positions=positions,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             dp_padding_mode=self._padding_mode,
             spec_algorithm=self._runner.spec_algorithm,
@@ -211,9 +211,9 @@ class ChainGraphs:
 
         rows, lens = self._step_batch(self._static[size], stage)
         lens_cpu = self._step_batch(self._host[size], stage)[1]
-        # Which tokens are fed does not matter; where they are written does to sliding windows only.
+        # Which tokens are fed at which positions does not matter; where they are written does to sliding windows only.
         slots = self._slots(rows, lens) if self._sliding_window else None
-        batch = self._forward_batch(rows, lens, lens_cpu, rows, slots)
+        batch = self._forward_batch(rows, lens, lens_cpu, rows, slots, positions=rows)
         with forward_context(ForwardContext(attn_backend=stage.backend)):
             stage.backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
 
@@ -228,8 +228,7 @@ class ChainGraphs:
         size = self._size_for(count)
         host, static = self._host[size], self._static[size]
         kinds = fill(host)
-        static.ints.copy_(host.ints, non_blocking=True)
-        static.floats.copy_(host.floats, non_blocking=True)
+        static.copy_(host)
         return self._replay(size, kinds, width), kinds
 
     @torch.inference_mode()

@@ -54,8 +54,8 @@ class HeadGraphs(ChainGraphs):
         from sglang.srt.speculative.eagle_info import EagleDraftInput
 
         def decode(rows, lens, positions, ids, hidden) -> tuple[torch.Tensor, torch.Tensor]:
-            batch = self._forward_batch(rows, lens, None, ids, self._slots(rows, lens))
-            batch.positions, batch.capture_hidden_mode = positions, CaptureHiddenMode.LAST
+            batch = self._forward_batch(rows, lens, None, ids, self._slots(rows, lens), positions)
+            batch.capture_hidden_mode = CaptureHiddenMode.LAST
             output = self._forward(stage, batch, EagleDraftInput(hidden_states=hidden))
             return output.next_token_logits, output.hidden_states
 
@@ -84,7 +84,6 @@ class HeadGraphs(ChainGraphs):
         pieces = [piece for state in states for piece in state.take(state.feedable)]
         index = to_device(torch.tensor(picks), self._runner.device)
         torch.index_select(torch.cat(pieces), 0, index, out=self._features[: len(picks)])
-        static.base.ints.copy_(host.base.ints, non_blocking=True)
-        static.base.floats.copy_(host.base.floats, non_blocking=True)
+        static.base.copy_(host.base)
         static.extra.copy_(host.extra, non_blocking=True)
         return self._replay(size, kinds, self._width), kinds

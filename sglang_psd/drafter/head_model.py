@@ -181,7 +181,7 @@ class HeadModel(DraftModel):
         kinds, picks = columns.fill(states)
         pieces = [piece for state in states for piece in state.take(state.feedable)]
         hidden = torch.cat(pieces).index_select(0, to_device(torch.tensor(picks), self.device))
-        on_device = HeadColumns(self._on_device(columns.base), to_device(columns.extra, self.device))
+        on_device = HeadColumns(columns.base.on(self.device), to_device(columns.extra, self.device))
         uniforms = self._draw_uniforms(kinds, num_steps, len(states))
         law_size = min(self._spec.top_m, self.vocabulary.size)
         chain = Chain.empty(num_steps, len(states), law_size, self.device)

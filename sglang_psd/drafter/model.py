@@ -197,7 +197,7 @@ class DraftModel:
             kinds = fill(columns)
             self._eager = _EagerChain(
                 columns,
-                self._on_device(columns),
+                columns.on(self.device),
                 Chain.empty(num_steps, count, min(self._spec.top_m, self._spec.vocab_limit), self.device),
                 kinds,
                 self._draw_uniforms(kinds, num_steps, count),
@@ -228,9 +228,6 @@ class DraftModel:
 
         limit = self._spec.vocab_limit
         run_step(decode, eager.on_device, eager.chain, eager.kinds, eager.uniforms, step, width, limit)
-
-    def _on_device(self, columns: Columns) -> Columns:
-        return Columns(to_device(columns.ints, self.device), to_device(columns.floats, self.device))
 
     def _draw_uniforms(self, kinds: Kinds, num_steps: int, count: int) -> torch.Tensor | None:
         if not kinds.sampled:

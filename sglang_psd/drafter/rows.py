@@ -46,8 +46,6 @@ class DraftState:
         KV slots written into that row.
     packed : bytes
         ``sampling`` as a chain's columns take it (``pack_sampling``).
-    noted : bool
-        Whether ``Snapshot`` holds these tokens; every change of them takes that back.
     """
 
     rid: str
@@ -57,7 +55,6 @@ class DraftState:
     pool_row: int = -1
     num_slots: int = 0
     packed: bytes = field(init=False, repr=False)
-    noted: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.packed = pack_sampling(self.sampling)
@@ -74,7 +71,6 @@ class DraftState:
         if known + len(new_tokens) != base_len:
             return False
         self.tokens.extend(new_tokens)
-        self.noted = False
         # A row taken before may have been drafted for: what was fed beyond it goes, too.
         self._drop_contradicted(known)
         return True
@@ -94,12 +90,10 @@ class DraftState:
         """Nothing of this request stands in the pool any more."""
         self.pool_row, self.num_slots = -1, 0
         self.fed.clear()
-        self.noted = False
 
     def note_fed(self, count: int) -> None:
         """Remember that the next ``count`` committed tokens have been fed."""
         self.fed.extend(self.tokens[len(self.fed) : len(self.fed) + count])
-        self.noted = False
 
     def note_chain(self, drafts: Sequence[int]) -> None:
         """Remember what a chain has fed: the committed tokens that were missing, and all drafts but the last."""
@@ -109,7 +103,6 @@ class DraftState:
     def note_last(self, draft: int) -> None:
         """Remember that the last draft of the chain has been fed, too."""
         self.fed.append(draft)
-        self.noted = False
 
     @property
     def num_fed(self) -> int:

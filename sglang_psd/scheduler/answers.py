@@ -52,17 +52,19 @@ class Taken:
         """Take a message's picks over, and note when they were made."""
         places, rows, limits = np.array(arrival.picks, dtype=np.int64).T
         arrival.picks = []
-        self._take(arrival, places, rows, limits)
-
-    def add_all(self, arrival: Arrival, limits: Sequence[int]) -> None:
-        """Take a whole message over whose rows are the verify's batch."""
-        each = np.arange(len(limits))
-        self._take(arrival, each, each, np.array(limits, dtype=np.int64))
-
-    def _take(self, arrival: Arrival, places: np.ndarray, rows: np.ndarray, limits: np.ndarray) -> None:
         self.drafts.put(places, arrival.table, rows, limits)
-        if not self.drafts.counts[places].any():
-            return
+        if self.drafts.counts[places].any():
+            self._note(arrival)
+
+    @classmethod
+    def whole(cls, arrival: Arrival, num_steps: int, limits: Sequence[int]) -> Taken:
+        """What a message holds whose rows are the verify's batch."""
+        taken = cls(DraftBatch.whole(arrival.table, num_steps, limits))
+        if taken.drafts.counts.any():
+            taken._note(arrival)
+        return taken
+
+    def _note(self, arrival: Arrival) -> None:
         answer, start, end = arrival.answer, self.draft_start_s, self.draft_end_s
         self.draft_start_s = answer.started_s if start is None else min(start, answer.started_s)
         self.draft_end_s = answer.finished_s if end is None else max(end, answer.finished_s)

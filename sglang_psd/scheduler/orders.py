@@ -61,12 +61,12 @@ class Orders:
 
     def take(self, wanted: Sequence[Wish | None], expected: set[str]) -> Taken:
         """Drafts of one verify, out of the messages that they came in; all requests of a message at once."""
-        taken = Taken(DraftBatch.empty(len(wanted), self._num_steps))
         if (whole := self._whole_message(wanted, expected)) is not None:
             for rid in expected:
                 del self._asked[rid], self._arrived[rid]
-            taken.add_all(*whole)
-            return taken
+            arrival, limits = whole
+            return Taken.whole(arrival, self._num_steps, limits)
+        taken = Taken(DraftBatch.empty(len(wanted), self._num_steps))
         arrivals: list[Arrival] = []
         for place, item in enumerate(wanted):
             if item is None or item[0] not in expected:
@@ -91,14 +91,13 @@ class Orders:
 
         None where it is not as simple as that: requests without drafts, drafts that came in several messages or not.
         """
-        everybody = [item for item in wanted if item is not None]
         if not expected or len(expected) != len(wanted) or not self._arrived.keys() >= expected:
             return None
-        rids, base_lens, limits = zip(*everybody)
-        arrival = self._arrived[rids[0]][0]
-        if arrival.table.rids != list(rids) or arrival.table.base_lens != list(base_lens):
+        everybody = [item for item in wanted if item is not None]
+        table = self._arrived[everybody[0][0]][0].table
+        if table.rids != [rid for rid, _, _ in everybody] or table.base_lens != [length for _, length, _ in everybody]:
             return None
-        return arrival, limits
+        return self._arrived[everybody[0][0]][0], [limit for _, _, limit in everybody]
 
     def forget(self, rid: str) -> None:
         """A request ended or left."""

@@ -77,3 +77,19 @@ def test_a_batch_holds_what_was_put_into_it(messages: list[m.Proposals], data: s
         wanted_probs = np.frombuffer(message.law_probs, m.PROB).reshape(shape)[index, :count]
         assert (ids[:, : message.top_m] == wanted_ids).all() and (probs[:, : message.top_m] == wanted_probs).all()
         assert not probs[:, message.top_m :].any()
+
+
+@given(tables(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_whole_message_is_what_putting_its_rows_gives(message: m.Proposals, data: st.DataObject) -> None:
+    size, table = len(message.rids), ProposalTable(message)
+    limits = data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
+    whole, expected = DraftBatch.whole(table, K, limits), DraftBatch.empty(size, K)
+    if size:
+        expected.put(np.arange(size), table, np.arange(size), np.array(limits))
+    for name in ("base_lens", "counts", "tokens", "lawful"):
+        assert getattr(whole, name).tolist() == getattr(expected, name).tolist(), name
+    ours, theirs = whole.laws(), expected.laws()
+    assert (ours is None) == (theirs is None)
+    if ours is not None and theirs is not None:
+        assert all((mine == other).all() for mine, other in zip(ours, theirs))

@@ -1,4 +1,4 @@
-"""Rounds laid out from arrays are those that the requests' states would give."""
+"""Rounds laid out ahead are those that the requests' states would give."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sglang_psd.channel.messages import RoundRow, Sampling
 from sglang_psd.drafter.chain import CATCH_UP
 from sglang_psd.drafter.columns import Columns
+from sglang_psd.drafter.layout import lay_out
 from sglang_psd.drafter.rows import DraftState
-from sglang_psd.drafter.snapshot import Snapshot
 
 K, ROWS, CONTEXT, VOCAB = 3, 6, 24, 4
 SAMPLINGS = [
@@ -41,12 +41,8 @@ def states(draw: st.DrawFn, row: int) -> DraftState:
 @given(st.data())
 @settings(max_examples=600, deadline=None)
 def test_a_layout_is_what_the_states_would_give(data: st.DataObject) -> None:
-    snapshot = Snapshot(ROWS, K, CONTEXT, VOCAB)
     order = data.draw(st.permutations(range(1, ROWS + 1)))[: data.draw(st.integers(1, ROWS))]
     known = [data.draw(states(row)) for row in order]
-    for state in known:
-        if data.draw(st.booleans()):
-            snapshot.note(state)
     rows = []
     for state in known:
         # As the target would go on: along what was drafted, then with a token of its own.
@@ -59,14 +55,15 @@ def test_a_layout_is_what_the_states_would_give(data: st.DataObject) -> None:
     expected = copy.deepcopy(known)
     committed = all(state.commit(row.new_tokens, row.base_len) for state, row in zip(expected, rows))
     ordinary = committed and all(
-        1 <= len(row.new_tokens) <= K + 1
+        row.new_tokens
         and max(row.new_tokens) < VOCAB
         and state.missing <= CATCH_UP
         and len(state.tokens) + steps <= min(state.num_slots, CONTEXT)
         for state, row in zip(expected, rows)
     )
-    layout = snapshot.lay_out(known, rows, steps)
-    assert (layout is not None) == ordinary
+    before = copy.deepcopy(known)
+    layout = lay_out(known, rows, steps, CONTEXT, VOCAB)
+    assert (layout is not None) == ordinary and known == before
     if layout is None:
         return
     assert layout.width == max(state.missing for state in expected)
@@ -74,25 +71,10 @@ def test_a_layout_is_what_the_states_would_give(data: st.DataObject) -> None:
     ours, theirs = Columns.empty(size, "cpu"), Columns.empty(size, "cpu")
     assert layout.fill(ours) == theirs.fill(expected)
     assert ours.ints.tolist() == theirs.ints.tolist() and ours.floats.tolist() == theirs.floats.tolist()
-    assert layout.sampled() == [i for i, state in enumerate(known) if state.sampling == SAMPLINGS[1]]
 
 
-def test_a_request_without_a_row_is_not_known() -> None:
-    state = DraftState("a", SAMPLINGS[0], [1, 2])
-    assert Snapshot(ROWS, K, CONTEXT, VOCAB).lay_out([state], [RoundRow("a", 3, [1])], K) is None
-
-
-def test_what_changes_is_looked_at_again() -> None:
-    """Another request in the same row, and the same request after it has gone on."""
-    snapshot = Snapshot(ROWS, K, CONTEXT, VOCAB)
-    state = DraftState("a", SAMPLINGS[0], [1, 2], pool_row=1, num_slots=20)
-    state.note_fed(1)
-    assert snapshot.lay_out([state], [RoundRow("a", 3, [3])], K) is not None and state.noted
-    state.commit([3], 3)
-    state.note_fed(1)
-    layout = snapshot.lay_out([state], [RoundRow("a", 4, [0])], K)
-    assert layout is not None and (layout.lens[0], layout.previous[0], layout.last[0]) == (4, 3, 0)
-    state.forget_kv()
-    other = DraftState("b", SAMPLINGS[1], [2], pool_row=1, num_slots=20)
-    layout = snapshot.lay_out([other], [RoundRow("b", 2, [1])], K)
-    assert layout is not None and (layout.lens[0], layout.previous[0], layout.last[0]) == (2, 2, 1)
+def test_a_request_that_is_not_there_is_not_known() -> None:
+    state, rows = DraftState("a", SAMPLINGS[0], [1, 2], num_slots=20), [RoundRow("a", 3, [1])]
+    assert lay_out([None], rows, K, CONTEXT, VOCAB) is None
+    assert lay_out([state], rows, K, CONTEXT, VOCAB) is None  # it has no row in the table
+    assert lay_out([], [], K, CONTEXT, VOCAB) is None
