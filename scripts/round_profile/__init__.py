@@ -1,0 +1,1 @@
+"""Where the host's time goes in a round: stamps taken in the server's processes, and what they say together."""
