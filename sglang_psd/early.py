@@ -54,6 +54,8 @@ class _Declined(Exception):
     """The offer is not for this process; says why."""
 
 
+_start_plain = Popen.__init__
+_pending: str | None = None  # the offer for the process that is spawned next
 _started: EarlyStart | None = None
 _absence = "it found no offer when its interpreter started"
 
@@ -71,18 +73,25 @@ def offer(spec: DrafterSpec, visible_device: str | None) -> None:
     visible_device : str or None
         Value of ``CUDA_VISIBLE_DEVICES`` for it; None leaves the environment alone.
     """
-    text = write_offer(spec, visible_device)
-    start = Popen.__init__
+    global _pending
+    # An offer that nobody was spawned for (the server did not come that far) is out of date: it names another drafter.
+    _pending = write_offer(spec, visible_device)
+    if Popen.__init__ is not _start_with_offer:
+        Popen.__init__ = _start_with_offer  # type: ignore[assignment, method-assign]
 
-    def start_with_offer(self: Any, process: BaseProcess) -> None:
-        Popen.__init__ = start  # type: ignore[method-assign]
-        os.environ[VARIABLE] = text
-        try:
-            start(self, process)
-        finally:
-            del os.environ[VARIABLE]
 
-    Popen.__init__ = start_with_offer  # type: ignore[assignment, method-assign]
+def _start_with_offer(self: Any, process: BaseProcess) -> None:
+    """``Popen.__init__`` for the next process only."""
+    global _pending
+    Popen.__init__ = _start_plain  # type: ignore[method-assign]
+    text, _pending = _pending, None
+    if text is None:  # another thread was quicker
+        return _start_plain(self, process)
+    os.environ[VARIABLE] = text
+    try:
+        _start_plain(self, process)
+    finally:
+        os.environ.pop(VARIABLE, None)
 
 
 def write_offer(spec: DrafterSpec, visible_device: str | None) -> str:

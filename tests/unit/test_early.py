@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -24,7 +25,11 @@ ROOT = str(Path(__file__).parents[2])
 
 def what_i_began(results) -> None:
     begun = early.take()
-    results.put(None if begun is None else (begun.spec.parent_pid, begun.spec.import_niceness, begun.standby.pid))
+    results.put(
+        None
+        if begun is None
+        else (begun.spec.parent_pid, begun.spec.import_niceness, begun.standby.pid, begun.spec.num_steps)
+    )
     results.put(early.why_none())
     if begun is not None:
         begun.standby.end()
@@ -42,6 +47,7 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_first_spawned_process_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever interpreter is up first: the second one, as SGLang's detokenizer, has no offer to take."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]))
+    early.offer(msgspec.structs.replace(SPEC, num_steps=9), None)  # of a server that did not come to spawn anything
     early.offer(SPEC, None)
     spawn = multiprocessing.get_context("spawn")
     started = []
@@ -53,8 +59,9 @@ def test_the_first_spawned_process_takes_it(monkeypatch: pytest.MonkeyPatch) -> 
     found = [(process.pid, results.get(), results.get(), results.get()) for process, results in started]
     for process, _ in started:
         process.join()
-    (first, (parent, niceness, child), taken, told_on), (_, second, late, _) = found
+    (first, (parent, niceness, child, num_steps), taken, told_on), (_, second, late, _) = found
     assert parent == first and niceness == 0 and child != first and taken == "it has been taken" and not told_on
+    assert num_steps == SPEC.num_steps
     assert second is None and late == "it found no offer when its interpreter started"
 
 
