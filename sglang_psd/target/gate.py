@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 STUCK_S = 60.0
 _CHECK_S = 1.0
 _NUMBERS = 1 << 32
-_FENCE = threading.Lock()
 
 
 class Gate:
@@ -49,7 +48,9 @@ class Gate:
         self._address = flag.data_ptr()
         self._flag = flag.numpy().view(np.uint32)
         self._number = 0
-        self._closed: tuple[int, float] | None = None  # its number, and since when
+        self._closed: tuple[int, float] | None = None  # its number, and since when; None: the watchman leaves it alone
+        # Host and watchman never let go at the same time; it is a fence for what was written to pinned memory before.
+        self._lock = threading.Lock()
         self.forced = False
         threading.Thread(target=self._watch, name="psd-gate", daemon=True).start()
 
@@ -63,12 +64,17 @@ class Gate:
         try:
             yield
         finally:
-            self._closed = None
+            with self._lock:
+                self._closed = None
             self._open(number)
 
+    def claim(self) -> bool:
+        """Whether the stream still waits, and will until the block is left: its input may be written now."""
+        with self._lock:
+            self._closed = None
+            return not self.forced
+
     def _open(self, number: int) -> None:
-        with _FENCE:  # what was written to pinned memory before is there by then
-            pass
         self._flag[0] = number
 
     def _wait_for(self, number: int) -> None:
@@ -82,8 +88,14 @@ class Gate:
     def _watch(self) -> None:
         while True:
             time.sleep(_CHECK_S)
+            self._help(time.monotonic())
+
+    def _help(self, now_s: float) -> None:
+        """Let go what has waited for too long, unless its input is being written by now."""
+        with self._lock:
             closed = self._closed
-            if closed is not None and time.monotonic() - closed[1] > STUCK_S:
-                logger.error("PSD: a verify was let go without its drafts: the host waited for the device meanwhile.")
-                self.forced = True
-                self._open(closed[0])
+            if closed is None or now_s - closed[1] <= STUCK_S:
+                return
+            self._closed, self.forced = None, True
+            self._open(closed[0])
+        logger.error("PSD: a verify was let go without its drafts: the host waited for the device meanwhile.")

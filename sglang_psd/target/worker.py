@@ -195,7 +195,11 @@ class PSDWorker(BaseSpecWorker):
         if self._gate is not None and self._ahead and in_graph:
             with self._gate.closed():
                 result = forward()
-                drafts = self._fetch_drafts(table)
+                drafts = self._fetch_drafts(table, self._gate.claim)
+            if self._gate.forced:
+                # Whatever it was that waited for the device may do so again, and each time costs a minute.
+                logger.error("PSD: from now on verifies are queued only when their drafts are there.")
+                self._gate = None
         else:
             drafts = self._fetch_drafts(table)
             result = forward()
@@ -250,13 +254,13 @@ class PSDWorker(BaseSpecWorker):
         table.numpy()[:, 0] = [req.output_ids[-1] for req in reqs]
         return table
 
-    def _fetch_drafts(self, table: torch.Tensor) -> DraftBatch:
-        """Wait for the drafts and write them down."""
+    def _fetch_drafts(self, table: torch.Tensor, may_write: Callable[[], bool] = lambda: True) -> DraftBatch:
+        """Wait for the drafts and write them down; none count when ``may_write`` then says that it is too late."""
         fetch, self._fetch = self._fetch, None
         drafts = DraftBatch.empty(len(table), self.num_steps) if fetch is None else fetch()
         if len(drafts) != len(table):
             raise AssertionError(f"{len(drafts)} draft rows were staged for {len(table)} requests")
-        if self._gate is not None and self._gate.forced:
+        if not may_write():
             return DraftBatch.empty(len(table), self.num_steps)
         host = table.numpy()
         host[:, 1 : self.chunk], host[:, -1] = drafts.tokens, drafts.counts
