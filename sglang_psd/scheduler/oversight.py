@@ -42,6 +42,7 @@ class OversightMixin(_Base):
             if slot.last is not None and self.chunked_req is not None:
                 # SGLang retracts the prompt that is being read by itself: it must not meet it in a slot as well.
                 slot.last.filter_batch(chunked_req_to_exclude=self.chunked_req)
+        self._psd_write_down()  # the next launch may be long in coming
         for slot in self.psd_slots:
             self._psd_enter(slot)
             super().pause_generation(recv_req)

@@ -23,6 +23,7 @@ class RecordsMixin(_Base):
 
     def _psd_note(self, slot: Slot, flight: InFlight) -> None:
         """Remember a forward that has been processed, for ``_psd_write_down``."""
+        flight.result.logits_output = None  # the next launch may need the room
         self._psd_noted.append((slot, flight))
 
     def _psd_write_down(self) -> None:
@@ -79,10 +80,10 @@ class RecordsMixin(_Base):
         """Add the ``psd`` section to ``/server_info``, and the accept length where ``bench_serving`` looks for it."""
         output = super().get_internal_state(recv_req)
         if self.psd is not None:
+            output.internal_state["psd"] = self.psd_report()
             if self.psd_stats.requests_verified:
                 # SGLang's own figure is brought up to date by its log line only, once in forty rounds.
                 output.internal_state["avg_spec_accept_length"] = self.psd_stats.summary()["accept_length"]
-            output.internal_state["psd"] = self.psd_report()
         return output
 
     def psd_report(self) -> dict[str, Any]:

@@ -130,6 +130,8 @@ def test_figures_add_up(run_case, models, draft, k) -> None:
             gone = rig.submit(PROMPTS[3], 60)
             rig.turns(12)
             rig.abort(gone)
+            state = rig.scheduler.get_internal_state(None).internal_state
+            assert state["avg_spec_accept_length"] == state["psd"]["accept_length"], "two figures of two moments"
             rig.run_until_done()
             reporter = rig.scheduler.metrics_reporter
             totals = (

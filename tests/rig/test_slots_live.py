@@ -124,6 +124,8 @@ def test_pause_and_continue(run_case, models, oracle, mode, loop, turns) -> None
             if mode == "retract":
                 assert all(slot.drained() for slot in rig.scheduler.psd_slots)
                 assert len(rig.scheduler.waiting_queue) == 7
+                rounds = rig.scheduler.psd_stats.rounds
+                assert rig.scheduler.psd_report()["rounds"] == rounds, "not all that was processed has been counted"
             rig.tell(ContinueGenerationReqInput())
             rig.run_until_done()
             rig.idle_check()
