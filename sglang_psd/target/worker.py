@@ -8,6 +8,7 @@ for the device.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -119,6 +120,8 @@ class PSDWorker(BaseSpecWorker):
     def queue_ahead(self) -> None:
         """Queue verifies before their drafts are there, from now on, where nothing speaks against it."""
         try:
+            if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+                raise RuntimeError("CUDA_LAUNCH_BLOCKING is set")
             gate = Gate()
             with gate.closed():
                 pass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,3 +72,18 @@ def test_a_watchman_never_goes_back(gate: Gate, monkeypatch: pytest.MonkeyPatch)
         watchman.join()
         assert not gate.forced and gate._flag[0] == 1
     assert gate._flag[0] == 2
+
+
+def test_launches_that_block_are_not_queued_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first kernel behind a closed gate would never return."""
+    from sglang_psd.target import worker as worker_module
+
+    worker = object.__new__(worker_module.PSDWorker)
+    worker._gate = None
+    monkeypatch.setattr(worker_module, "Gate", lambda: SimpleNamespace(closed=contextlib.nullcontext))
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    worker.queue_ahead()
+    assert worker._gate is None
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    worker.queue_ahead()
+    assert worker._gate is not None
