@@ -1,7 +1,7 @@
 """SGLang's own test kits (``sglang.test.kits``) against a PSD server with the embedded pair.
 
-They run in one process of their own (``kits_run.py``); every test here asserts the outcome of one of theirs. What is
-left out is named in ``LEFT_OUT`` with the reason; each of these fails on a server without PSD as well, or needs a
+They run in one fork of the test process (``kits_run.py``); every test here asserts the outcome of one of theirs. What
+is left out is named in ``LEFT_OUT`` with the reason; each of these fails on a server without PSD as well, or needs a
 download. A test of a kit that stands in neither list fails, so nothing is missed when SGLang adds some.
 ``PSD_KITS=plain`` runs all of them, those left out as well, against a server without PSD.
 """
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_psd.resources import TINY_TARGET
 from sglang_psd.server_process import ServerProcess
-from tests.e2e.conftest import START_TIMEOUT_S, run_script
-from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, PSD_FLAGS
+from tests.e2e.conftest import START_TIMEOUT_S
+from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, KITS_FLAGS
 
 PLAIN = os.environ.get("PSD_KITS") == "plain"
+RUN_TIMEOUT_S = 800.0
 KNOWLEDGE = "asks what the embedded models do not know"
 CONTEXT = "needs prompts or answers longer than the embedded models' context of 2,048 tokens"
 ENDS = "expects an answer to end where those of the embedded models do not"
@@ -136,22 +138,30 @@ CHOSEN = [f"{kit}.{name}" for kit, names in RUN.items() for name in names]
 
 
 @pytest.fixture(scope="module")
-def server(logs: Path) -> Iterator[ServerProcess]:
-    """A server with what the kits ask for; ready when first used."""
-    flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, "--enable-return-hidden-states"]
-    flags += ["--enable-streaming-session", *([] if PLAIN else PSD_FLAGS)]
-    with ServerProcess(flags, logs / "kits.log", environment=ENVIRONMENT) as started:
-        yield started
+def server(request: pytest.FixtureRequest, logs: Path) -> Iterator[ServerProcess]:
+    """``served``, which has the flags that the kits ask for, or one without PSD; ready when first used."""
+    if PLAIN:
+        flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, *KITS_FLAGS]
+        with ServerProcess(flags, logs / "kits.log", environment=ENVIRONMENT) as started:
+            yield started
+    else:
+        yield request.getfixturevalue("served")
+
+
+def _run(*args: Any) -> dict[str, str]:
+    """In a fork: the kits and what they import stay out of the test process."""
+    os.environ.pop("SGLANG_IS_IN_CI", None)  # as in ENVIRONMENT
+    from tests.e2e.kits_run import run_kits
+
+    return run_kits(*args)
 
 
 @pytest.fixture(scope="module")
-def outcomes(server: ServerProcess, plain: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def outcomes(server: ServerProcess, plain: dict, run_case: Callable[..., Any]) -> dict[str, str]:
     """Outcome by kit and test: ``passed``, ``not run``, or what went wrong."""
     server.wait_ready(START_TIMEOUT_S)  # it has been loading while the plain engine answered
-    texts = tmp_path_factory.mktemp("kits") / "texts.json"
-    texts.write_text(json.dumps(plain["parity"]))
-    names = [] if PLAIN else CHOSEN
-    return run_script("kits_run.py", server.url, str(TINY_TARGET), str(server.pid), str(texts), *names)
+    chosen = None if PLAIN else CHOSEN
+    return run_case(_run, server.url, str(TINY_TARGET), server.pid, plain["parity"], chosen, timeout_s=RUN_TIMEOUT_S)
 
 
 @pytest.mark.timeout(900)
