@@ -177,6 +177,7 @@ def make_case(kit: type, url: str, model: str, pid: int, texts: dict[str, str]) 
         "run_decode": SpecEagleServerBase.run_decode,
         "base_url": url,
         "model": model,
+        "api_key": "none",
         "process": Server(pid),
         "tokenizer": AutoTokenizer.from_pretrained(model),
         "parity_ref_outputs": texts,
