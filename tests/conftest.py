@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,3 +40,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.models import build_models
 
     return build_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def sglang_loaded() -> None:
+    """SGLang and its plugins are in this process."""
+    from tests.rig.preload import preload
+
+    preload()
+
+
+@pytest.fixture(scope="session")
+def run_case(sglang_loaded: None) -> Callable[..., Any]:
+    """Run a function in a fork of this process: ``run_case(function, *args, timeout_s=120)``."""
+    from tests.rig.fork import run_forked
+
+    return run_forked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -99,23 +100,51 @@ def broken_draft() -> Iterator[tuple[list[str], int, dict[str, str]]]:
 
 @contextmanager
 def removed_socket() -> Iterator[tuple[list[str], int, dict[str, str]]]:
-    """Somebody tidies up TMPDIR while the drafter loads."""
-    ended = threading.Event()
+    """Somebody tidies up TMPDIR while the drafter loads.
 
-    def tidy_up(folder: str) -> None:
-        while not ended.wait(0.05):
-            for path in Path(folder).glob("sglang-psd-*/*"):
-                if path.is_socket():
-                    path.unlink(missing_ok=True)
-
+    A quick drafter connects before anybody could remove anything; so it is held, like one that loads slowly, until its
+    socket files are gone.
+    """
+    ended, port = threading.Event(), free_port()
     with tempfile.TemporaryDirectory() as folder:
-        thread = threading.Thread(target=tidy_up, args=(folder,))
+        thread = threading.Thread(target=tidy_up, args=(Path(folder), port, ended))
         thread.start()
         try:
-            yield PSD_FLAGS, free_port(), {**ENVIRONMENT, "TMPDIR": folder}
+            yield PSD_FLAGS, port, {**ENVIRONMENT, "TMPDIR": folder}
         finally:
             ended.set()
             thread.join()
+
+
+def tidy_up(folder: Path, port: int, ended: threading.Event) -> None:
+    """Hold the drafter of the server on ``port``, remove its socket files, let it go on; gives up once ``ended``."""
+    launcher = drafter = None
+    while not ended.wait(0.02):
+        # Found early and kept: both get another title later on.
+        launcher = launcher or find_child(psutil.Process(), f"--port {port}")
+        if drafter is None and launcher is not None:
+            drafter = find_child(launcher, "sglang_psd.drafter")
+            if drafter is not None:
+                drafter.suspend()
+        # Two, for messages and for the sign of life; private once nothing is done to them any more.
+        sockets = [path for path in folder.glob("sglang-psd-*/*") if path.is_socket()]
+        if drafter is not None and [path.stat().st_mode & 0o777 for path in sockets] == [0o600] * 2:
+            for path in sockets:
+                path.unlink()
+            break
+    if drafter is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            drafter.resume()
+
+
+def find_child(process: psutil.Process, words: str) -> psutil.Process | None:
+    """The process below ``process`` whose command line has ``words``; None while there is none."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if words in " ".join(child.cmdline()):
+                    return child
+    return None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import pytest
 
 from sglang_psd.resources import TINY_TARGET, load_prompts
 from sglang_psd.server_process import ServerProcess
-from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, ON_GPU, PSD_FLAGS, SERVE
+from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, KITS_FLAGS, ON_GPU, PSD_FLAGS, SERVE
 
 START_TIMEOUT_S = 420.0
 NUM_PROMPTS = 8
@@ -75,7 +75,7 @@ def oracle(served, launched, plain) -> dict:
 def served(logs: Path) -> Iterator[ServerProcess]:
     """A PSD server started with ``sglang serve``; ready when first used."""
     flags = ["--model-path", str(TINY_TARGET), *BASE_FLAGS, *PSD_FLAGS, "--psd-mode", "parallel"]
-    flags += ["--psd-trace", str(logs / "served.jsonl"), "--enable-metrics"]
+    flags += ["--psd-trace", str(logs / "served.jsonl"), "--enable-metrics", *KITS_FLAGS]
     server = ServerProcess(flags, logs / "served.log", SERVE, ENVIRONMENT)
     yield server
     server.stop()

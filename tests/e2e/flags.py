@@ -47,6 +47,8 @@ PSD_KEYWORDS: dict = {
 if ON_GPU:
     PSD_FLAGS += ["--psd-drafter-mem-fraction", "0.6"]
     PSD_KEYWORDS["psd_drafter_mem_fraction"] = 0.6
+# What SGLang's own tests expect of a server (``test_kits.py``).
+KITS_FLAGS = ["--enable-return-hidden-states", "--enable-streaming-session"]
 # SGLANG_IS_IN_CI would switch on assertions that expect SGLang's own overlap loop.
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENVIRONMENT.pop("SGLANG_IS_IN_CI", None)

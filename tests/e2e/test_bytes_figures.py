@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,8 +12,8 @@ from typing import Any
 import pytest
 
 from sglang_psd.server_process import ServerProcess
+from tests.command import run_command
 from tests.e2e.conftest import BYTES_MAX_RUNNING, BYTES_STEPS
-from tests.e2e.flags import ENVIRONMENT
 from tests.e2e.test_bytes import PROMPTS
 from tests.e2e.test_doors import generate, server_info
 
@@ -136,20 +134,17 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_bench_serving_with_bad_rows(bytes_server: ServerProcess, models: Path, tmp_path: Path) -> None:
+def test_bench_serving_with_bad_rows(run_case, bytes_server: ServerProcess, models: Path, tmp_path: Path) -> None:
     """Empty, short and overlong rows, fewer than asked for: what is good is served, with equal totals everywhere."""
     data = tmp_path / "rows.json"
     data.write_text(json.dumps(ROWS), encoding="utf-8")
-    runs = {}
-    for backend in ("sglang", "sglang-oai-chat"):
-        command = [sys.executable, "-m", "sglang.bench_serving", "--backend", backend, "--base-url", bytes_server.url]
-        command += ["--dataset-name", "sharegpt", "--dataset-path", str(data), "--num-prompts", "20"]
-        command += ["--sharegpt-context-len", "400", "--model", str(models / "T")]
-        command += ["--output-file", str(tmp_path / backend)]
-        runs[backend] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT)
     lengths = [len(row["conversations"][1]["value"].encode()) for row in ROWS[4:]]
-    for backend, run in runs.items():
-        output, _ = run.communicate(timeout=300)
-        assert run.returncode == 0, output[-3000:]
+    for backend in ("sglang", "sglang-oai-chat"):
+        flags = ["--backend", backend, "--base-url", bytes_server.url]
+        flags += ["--dataset-name", "sharegpt", "--dataset-path", str(data), "--num-prompts", "20"]
+        flags += ["--sharegpt-context-len", "400", "--model", str(models / "T")]
+        flags += ["--output-file", str(tmp_path / backend)]
+        done = run_case(run_command, "sglang.bench_serving", flags, timeout_s=300)
+        assert done.code == 0, done.out[-1500:] + done.err[-3000:]
         figures = json.loads((tmp_path / backend).read_text().splitlines()[-1])
         assert (figures["completed"], figures["total_output_tokens"]) == (4, sum(lengths)), backend

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from sglang_psd.config import FLAG_FIELDS, flag_name
 from sglang_psd.resources import PROMPTS, TINY_TARGET
+from tests.command import run_command
 from tests.e2e.conftest import MAX_TOKENS, run_script
 from tests.e2e.flags import ENVIRONMENT, NUM_STEPS, ON_GPU, SERVE
 
@@ -127,7 +127,7 @@ def test_frontend_program(served_url: str, oracle: dict) -> None:
     assert state["choice"] in ("yes", "no", "maybe")
 
 
-def test_bench_serving(served_url: str, logs: Path) -> None:
+def test_bench_serving(run_case, served_url: str, logs: Path) -> None:
     """``python -m sglang.bench_serving`` with a JSONL of real prompts: everything completes, accept length is known."""
     data = logs / "prompts.jsonl"
     with open(PROMPTS, encoding="utf-8") as source, open(data, "w", encoding="utf-8") as out:
@@ -138,11 +138,11 @@ def test_bench_serving(served_url: str, logs: Path) -> None:
             ]
             out.write(json.dumps({"conversations": turns}) + "\n")
     result = logs / "bench.jsonl"
-    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", served_url]
-    command += ["--dataset-name", "custom", "--dataset-path", str(data), "--num-prompts", "24"]
-    command += ["--model", str(TINY_TARGET), "--max-concurrency", "6", "--output-file", str(result)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    flags = ["--backend", "sglang", "--base-url", served_url]
+    flags += ["--dataset-name", "custom", "--dataset-path", str(data), "--num-prompts", "24"]
+    flags += ["--model", str(TINY_TARGET), "--max-concurrency", "6", "--output-file", str(result)]
+    done = run_case(run_command, "sglang.bench_serving", flags, timeout_s=300)
+    assert done.code == 0, done.out[-1500:] + done.err[-3000:]
     figures = json.loads(result.read_text().splitlines()[-1])
     assert figures["completed"] == 24
     assert 1.0 <= figures["accept_length"] <= NUM_STEPS + 1

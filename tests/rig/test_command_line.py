@@ -1,61 +1,15 @@
-"""The two commands that start a server, asked for help and given flags that cannot work.
-
-Each runs as a fork of the test process, from its entry point on, with descriptors of its own.
-"""
+"""The two commands that start a server, asked for help and given flags that cannot work."""
 
 from __future__ import annotations
 
-import os
-import runpy
-import sys
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from sglang_psd.config import FLAG_FIELDS, flag_name
+from tests.command import run_command
 
-COMMANDS = ("serve", "launch_server")
-
-
-@dataclass
-class Ended:
-    """A command that has ended."""
-
-    code: object
-    out: str
-    err: str
-
-
-def _run(command: str, flags: list[str]) -> None:
-    """What the console script ``sglang serve``, or ``python -m sglang.launch_server``, does."""
-    if command == "serve":
-        from sglang.cli.main import main
-
-        sys.argv = ["sglang", "serve", *flags]
-        main()
-    else:
-        sys.argv = ["launch_server.py", *flags]
-        runpy.run_module("sglang.launch_server", run_name="__main__")
-
-
-def run_command(command: str, flags: list[str]) -> Ended:
-    """Run a command to its end and keep what it prints."""
-    code: object = 0
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        os.dup2(out.fileno(), 1)
-        os.dup2(err.fileno(), 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-        try:
-            _run(command, flags)
-        except SystemExit as end:
-            code = end.code
-        sys.stdout.flush()
-        sys.stderr.flush()
-        out.seek(0)
-        err.seek(0)
-        return Ended(code, out.read(), err.read())
+COMMANDS = ("sglang serve", "sglang.launch_server")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
