@@ -20,6 +20,7 @@ def preload() -> None:
     """Import what a scheduler needs and let SGLang load its plugins."""
     import gc
 
+    gc.disable()  # nothing that is imported goes away
     import torch
     import torch._dynamo
 
@@ -32,5 +33,6 @@ def preload() -> None:
     for module in PRELOADED:
         importlib.import_module(module)
     # Imported objects live for ever: a collection in a fork need not walk (and copy) them.
+    gc.enable()
     gc.collect()
     gc.freeze()
