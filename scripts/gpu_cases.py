@@ -46,6 +46,7 @@ def server_keywords(server: Server, checkpoints: dict[str, str], device: str) ->
     return {
         **keywords,
         "max_total_tokens": plain["max_total_tokens"],
+        "model_path": checkpoints[server.target],
         "speculative_draft_model_path": checkpoints[server.draft],
         "speculative_num_steps": server.k,
         **server.more,

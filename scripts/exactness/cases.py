@@ -23,6 +23,7 @@ NUM_CHATS = 64
 # Share of full rounds where the draft is the target. bfloat16 kernels of drafter and verify differ: about one token in
 # a hundred is a tie that they resolve differently, and the rest of its chunk is lost with it.
 LEAST_FULL = 0.9
+LEAST_OF_FOUR_BITS = 2.0  # tokens a round, with three drafts; four fifths would be 2.95
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,13 @@ def full_rounds(requests: list[Request], answers: list[list[Answer]], k: int) ->
     return [] if needed >= LEAST_FULL * rounds else [f"{rounds} rounds, where {needed} would have done"]
 
 
+def many_drafts(requests: list[Request], answers: list[list[Answer]], k: int) -> list[str]:
+    """R30: a target of four bits agrees with its draft of sixteen in four tokens of five."""
+    tokens = sum(len(answer["ids"]) - 1 for found in answers for answer in found)
+    rounds = sum(answer["rounds"] for found in answers for answer in found)
+    return [] if tokens > LEAST_OF_FOUR_BITS * rounds else [f"{tokens} tokens in {rounds} rounds"]
+
+
 def grammars(probe: Probe) -> list[Request]:
     """R26: constrained requests beside free ones."""
     return [request(i, 40, ignore_eos=False, **(GRAMMARS[i % 5] if i % 5 < len(GRAMMARS) else {})) for i in range(60)]
@@ -229,6 +237,7 @@ CASES: dict[str, Case] = {
     "R28": Case(long_ones),
     "R29": Case(greedy(8, 100), full_rounds),
     "R30": Case(greedy(16, 100), full_rounds),
+    "R30 4-bit": Case(greedy(16, 100), many_drafts),
     "R31": Case(greedy(32, 64), check_figures),
     "R32": Case(lambda probe: [request(i, 4 + 7 * i % 23) for i in range(91)], bursts=(1, 2, 3, 5, 7, 9, 31, 33)),
     "R33": Case(endings, check_cached, bursts=(1, 32)),
@@ -252,6 +261,8 @@ class Server:
         Drafts a round; 0: without speculation.
     draft : str
         ``tiny-draft``, ``tiny-target``, ``tiny-eagle3``, ``padded`` or ``permuted``.
+    target : str
+        ``target``, ``gptq`` or ``awq``.
     more : dict
         Further keywords of the engine.
     compared : bool
@@ -263,6 +274,7 @@ class Server:
     cases: tuple[str, ...]
     k: int = 3
     draft: str = "tiny-draft"
+    target: str = "target"
     mode: str = "parallel"
     more: dict[str, Any] = field(default_factory=dict)
     compared: bool = True
@@ -283,6 +295,8 @@ SERVERS: dict[str, Server] = {
     "padded": Server(("R29",), draft="padded"),
     "permuted": Server((), draft="permuted", refused="disagree on token"),
     "fp8": Server(("R30",), draft="tiny-target", more={"quantization": "fp8"}, compared=False),
+    "gptq": Server(("R30 4-bit",), draft="tiny-target", target="gptq", compared=False),
+    "awq": Server(("R30 4-bit",), draft="tiny-target", target="awq", compared=False),
     "head": Server(("R31", "R21"), draft="tiny-eagle3"),
     "weights": Server(("R37 own", "R37 other", "R37 both", "R37 back"), draft="tiny-target"),
     "released": Server(("R37 own", "R37 resumed"), draft="tiny-target", more={"enable_memory_saver": True}),

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+from scripts.exactness.quantised import quantised
 from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
 
 PADDING = 64
@@ -13,7 +14,7 @@ SHIFT = 37
 
 
 def make_checkpoints(folder: Path) -> dict[str, str]:
-    """Paths by name; makes ``noisy``, ``padded`` and ``permuted`` in ``folder``."""
+    """Paths by name; makes those that are not embedded in ``folder``."""
     return {
         "target": str(TINY_TARGET),
         "tiny-target": str(TINY_TARGET),
@@ -22,6 +23,8 @@ def make_checkpoints(folder: Path) -> dict[str, str]:
         "noisy": str(_noisy(folder / "noisy")),
         "padded": str(_padded(folder / "padded")),
         "permuted": str(_permuted(folder / "permuted")),
+        "gptq": str(quantised(folder / "gptq", "gptq")),
+        "awq": str(quantised(folder / "awq", "awq")),
     }
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from scripts.exactness.compare import Verdict, compare, gap_of, stands_at_cut
 from scripts.exactness.law import same_law
+from scripts.exactness.quantised import AWQ_ORDER, awq_tensors, gptq_tensors
 from scripts.exactness.settings import BFLOAT16, FLOAT32, PLAIN, engine_keywords
 from scripts.exactness.traffic import Request, random_requests
 
@@ -179,3 +181,27 @@ def test_laws_are_told_apart() -> None:
     same = same_law(texts([0.4, 0.3, 0.2, 0.1]), texts([0.4, 0.3, 0.2, 0.1]))
     other = same_law(texts([0.4, 0.3, 0.2, 0.1]), texts([0.2, 0.3, 0.4, 0.1]))
     assert same["tests"] == 5 and same["p_value"] > 1e-3 and other["p_value"] < 1e-6
+
+
+def unpacked(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """Four-bit numbers of words along the last dimension, back in their places."""
+    eights = torch.stack([(words >> (4 * i)) & 15 for i in range(8)], dim=-1)
+    return eights[..., [order.index(i) for i in range(8)]].reshape(*words.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_four_bits_stand_for_the_weights(method: str) -> None:
+    """Unpacked as the formats say, (number - zero) * scale is the weight but for half a step."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    made = {"gptq": gptq_tensors, "awq": awq_tensors}[method](weight)
+    straight = tuple(range(8))
+    if method == "gptq":
+        numbers, zeros = unpacked(made["qweight"].t(), straight).t(), unpacked(made["qzeros"], straight) + 1
+        assert made["qweight"].shape == (256 // 8, 64) and made["g_idx"].tolist() == [0] * 128 + [1] * 128
+    else:
+        numbers, zeros = (unpacked(made[name], AWQ_ORDER) for name in ("qweight", "qzeros"))
+        assert made["qweight"].shape == (256, 64 // 8)
+    steps = made["scales"].float().repeat_interleave(128, dim=0)
+    restored = (numbers - zeros.repeat_interleave(128, dim=0)).float() * steps
+    # Symmetric around zero: -8 is left unused, and the largest weight is 7 steps.
+    assert ((restored - weight.float().t()).abs() <= 0.51 * steps).all()
