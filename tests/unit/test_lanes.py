@@ -160,8 +160,11 @@ def test_a_full_ring_overflows_into_the_sockets_and_then_is_an_error(pair) -> No
 
 def test_a_patient_sender_waits_for_room(pair) -> None:
     scheduler, drafter = pair
-    while scheduler.send_patiently(m.Close(["r" * 5000]), 0.001, lambda: False):
-        pass
+    # The sockets' threads carry on what has been queued: it is full once it has been for a while.
+    refused = 0
+    while refused < 20:
+        refused = 0 if scheduler.send_patiently(m.Close(["r" * 5000]), 0.001, lambda: False) else refused + 1
+        time.sleep(0.005 if refused else 0)
     waits = threading.Event()
 
     def worth_waiting() -> bool:
@@ -175,8 +178,12 @@ def test_a_patient_sender_waits_for_room(pair) -> None:
 
     reader = threading.Thread(target=read_on)
     reader.start()
-    assert scheduler.send_patiently(m.Ping(1), 0.01, worth_waiting)
-    reader.join()
+    try:
+        assert scheduler.send_patiently(m.Ping(1), 0.01, worth_waiting)
+        assert waits.is_set()
+    finally:
+        waits.set()
+        reader.join()
 
 
 # --- sleep ---------------------------------------------------------------------------------------
