@@ -154,7 +154,8 @@ class DraftEngine:
         if self.spec.integrity_checks and (fault := self.fault()) is not None:
             raise RuntimeError(f"after round {message.round_id}: {fault}")
         laws, counts = Laws(drafts, sampled, sampled), [num_steps] * len(rows)
-        return self._answer(message.round_id, rows, counts, drafts.tokens, laws, (received_s, started))
+        times = (received_s, started)
+        return self._counted(make_proposals(message.round_id, rows, counts, drafts.tokens, laws, times))
 
     def _tell(self) -> None:
         """Let states know what the chain of ``draft_known`` has fed; whoever looks at them calls this first."""
@@ -250,20 +251,12 @@ class DraftEngine:
             sampled = [i for i in served if kind_of(ready[places[i]].sampling) == SAMPLED]
         counts = [num_steps if at >= 0 else 0 for at in places]
         laws = Laws(drafts, sampled, [places[i] for i in sampled])
-        return self._answer(round_id, rows, counts, tokens, laws, (received_s, started_s))
+        return self._counted(make_proposals(round_id, rows, counts, tokens, laws, (received_s, started_s)))
 
-    def _answer(
-        self,
-        round_id: int,
-        rows: Sequence[RoundRow],
-        counts: list[int],
-        tokens: np.ndarray,
-        laws: Laws,
-        times: tuple[float, float],
-    ) -> Proposals:
+    def _counted(self, answer: Proposals) -> Proposals:
         self._rounds += 1
-        self._drafted_tokens += sum(counts)
-        return make_proposals(round_id, rows, counts, tokens, laws, times)
+        self._drafted_tokens += sum(answer.counts)
+        return answer
 
     @torch.inference_mode()
     def _extend(self, states: list[DraftState], budget: int) -> bool:

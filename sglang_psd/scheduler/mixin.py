@@ -177,8 +177,8 @@ class PSDSchedulerMixin(
         """Whether nothing that the drafts need ends up behind the verify that waits for them.
 
         A head's hidden states are sent on the verify's own stream; a drafter on the same GPU computes beside it; other
-        ranks queue nothing before they have been told. A processor other than x86-64 may show the
-        device the word that lets a verify go before it shows the drafts.
+        ranks queue nothing before they have been told. A processor other than x86-64 may show the device the word that
+        lets a verify go before it shows the drafts.
         """
         own_gpu = self.server_args.device == "cuda" and not self.psd_device.shared and lanes.supported()
         return own_gpu and self.ps.tp_size == 1 and self.psd_handoff is None
