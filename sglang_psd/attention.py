@@ -11,43 +11,68 @@ if TYPE_CHECKING:
     from sglang_psd.server_args import PSDServerArgs
 
 # Those whose verifies have been compared with the plain server's text on GPUs (tests/gpu/test_gpu_identity.py).
-VERIFIED = ("flashinfer", "triton")
+VERIFIED = ("flashinfer", "triton", "fa3")
 _FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
-def default_backend(config: Mapping[str, Any], *, flashinfer: bool) -> str:
-    """The backend for a target whose user names none.
+def has_latent_attention(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's configuration names latent attention (MLA), for which SGLang has other kernels."""
+    return bool(config.get("kv_lora_rank"))
+
+
+def default_backend(config: Mapping[str, Any], *, dtype: str, hopper: bool, flashinfer: bool) -> str:
+    """The backend for a target whose user names none: SGLang's own choice, where its verifies have been compared.
 
     Parameters
     ----------
     config : mapping
         The target checkpoint's configuration.
+    dtype : str
+        As ``--dtype``.
+    hopper : bool
+        Whether SGLang takes fa3 on this GPU.
     flashinfer : bool
         Whether FlashInfer is installed.
     """
-    # As SGLang's own choice (``ServerArgs._get_default_attn_backend``): FlashInfer knows no attention sinks. Latent
-    # attention has a backend of its own there, whose verifies nobody has compared.
-    unsuited = bool(config.get("kv_lora_rank")) or config.get("model_type") == "gpt_oss"
-    return "flashinfer" if flashinfer and not unsuited else "triton"
+    # As ``ServerArgs._get_default_attn_backend``: FlashInfer knows no attention sinks. Latent attention has backends of
+    # its own there, whose verifies nobody has compared.
+    if has_latent_attention(config) or config.get("model_type") == "gpt_oss":
+        return "triton"
+    if hopper:
+        return with_kernels_for(dtype, "fa3")
+    return "flashinfer" if flashinfer else "triton"
+
+
+def with_kernels_for(dtype: str, backend: str) -> str:
+    """``backend``, or triton where it has no kernels for ``dtype``: fa3 computes in 16 bits or less."""
+    return "triton" if backend == "fa3" and dtype in ("float32", "float") else backend
 
 
 def fill_attention_backend(args: PSDServerArgs) -> None:
-    """Choose a verified backend before SGLang chooses the one that is fastest without speculation (fa3 on Hopper)."""
+    """Choose a backend whose verifies have been compared, before SGLang chooses one."""
     if args.device not in (None, "cuda") or any(getattr(args, field) is not None for field in _FIELDS):
         return
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip:
         return
-    from sglang.srt.utils import is_flashinfer_available
+    from sglang.srt.utils import is_flashinfer_available, is_hopper_with_cuda_12_3
 
+    config = _target_config(args)
+    if config is not None:
+        args.attention_backend = default_backend(
+            config, dtype=args.dtype, hopper=is_hopper_with_cuda_12_3(), flashinfer=is_flashinfer_available()
+        )
+
+
+def _target_config(args: PSDServerArgs) -> Mapping[str, Any] | None:
+    """The target's configuration; None when it cannot be read: SGLang says what is wrong with the target."""
     from sglang_psd.draft_method import read_config
 
     try:
-        config = read_config(str(args.model_path), args.trust_remote_code, args.revision)
+        return read_config(str(args.model_path), args.trust_remote_code, args.revision)
     except (OSError, ValueError):
-        return  # SGLang says what is wrong with the target
-    args.attention_backend = default_backend(config, flashinfer=is_flashinfer_available())
+        return None
 
 
 def refuse_unverified_attention(args: PSDServerArgs) -> None:
@@ -65,5 +90,10 @@ def refuse_unverified_attention(args: PSDServerArgs) -> None:
         if backend not in (None, *VERIFIED):
             raise UnsupportedFeatureError(
                 f"PSD does not work with --{field.replace('_', '-')} {backend} yet; leave that flag out, or name "
-                f"{' or '.join(VERIFIED)}."
+                f"{', '.join(VERIFIED[:-1])} or {VERIFIED[-1]}."
+            )
+        if backend == "fa3" and has_latent_attention(_target_config(args) or {}):
+            raise UnsupportedFeatureError(
+                f"PSD does not work with --{field.replace('_', '-')} fa3 and the latent attention of {args.model_path} "
+                "yet; leave that flag out, or name triton."
             )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_psd import early
+from sglang_psd.attention import with_kernels_for
 from sglang_psd.config import PSDConfig
 from sglang_psd.draft_method import head_of, read_config
 from sglang_psd.drafter.process import DrafterProcess
@@ -51,11 +52,11 @@ def visible_drafter_device(args: PSDServerArgs, config: PSDConfig, gpu_id: int) 
 def drafter_spec(args: Any, config: PSDConfig, device: DrafterDevice, vocab_limit: int) -> DrafterSpec:
     """Everything the drafter is told at start."""
     on_cpu = device.index is None
-    backend = config.drafter_attention_backend or ("torch_native" if on_cpu else args.attention_backend)
     head = head_spec(args)
     # A head computes with the target's numbers: its checkpoint's own dtype may be too narrow for them.
     own_dtype = "auto" if head is None else target_dtype(args)
     dtype = config.drafter_dtype or ("float32" if on_cpu else own_dtype)
+    target_backend = "torch_native" if on_cpu else with_kernels_for(dtype, args.attention_backend)
     default_fraction = SHARED_GPU_FRACTION if device.shared else OWN_GPU_FRACTION
     return DrafterSpec(
         endpoint="",  # filled in by DrafterProcess
@@ -68,7 +69,7 @@ def drafter_spec(args: Any, config: PSDConfig, device: DrafterDevice, vocab_limi
         device="cpu" if on_cpu else "cuda",
         device_label=device.label,
         dtype=dtype,
-        attention_backend=backend,
+        attention_backend=config.drafter_attention_backend or target_backend,
         mem_fraction=config.drafter_mem_fraction or default_fraction,
         max_requests=args.max_running_requests,
         vocab_limit=vocab_limit,

@@ -22,6 +22,7 @@ from sglang_psd.draft_method import head_of
 from sglang_psd.hooks import verify_applied
 from sglang_psd.target.gate import Gate
 from sglang_psd.target.hidden_states import TargetFeatures, capture_layers, keep_features
+from sglang_psd.target.page_tables import widen_page_tables
 from sglang_psd.target.plans import HostPlans
 from sglang_psd.target.processors import ChunkCalls
 from sglang_psd.target.sampler import ChunkSampler, StagedDrafts
@@ -83,6 +84,12 @@ class PSDWorker(BaseSpecWorker):
     def draft_worker(self) -> None:
         """There is none in this process."""
         return None
+
+    def init_attention_backends(self):
+        """The target has its attention backend by now, and no CUDA graph yet."""
+        super().init_attention_backends()
+        if self.device != "cpu":
+            widen_page_tables(self.model_runner.attn_backend, self.chunk)
 
     def update_weights_from_tensor(self, recv_req):
         """New weights are the target's: SGLang dispatches to the draft worker first."""

@@ -20,7 +20,10 @@ def main() -> None:
     started = time.monotonic()
     engine = sgl.Engine(model_path=str(TINY_TARGET), random_seed=1, log_level="warning", **case["engine"])
     ready_s = time.monotonic() - started
-    sampling = {"temperature": 0, "max_new_tokens": case["max_new_tokens"]}
+    sampling: list | dict = {"temperature": 0, "max_new_tokens": case["max_new_tokens"]}
+    if case.get("to_the_end"):
+        room = [engine.server_args.context_length - len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+        sampling = [{"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True} for tokens in room]
     options = {"return_logprob": True, "top_logprobs_num": 2} if case["with_gaps"] else {}
     for prompt in prompts:  # read each alone: see tests/e2e/engine_plain.py
         engine.generate(prompt, {"temperature": 0, "max_new_tokens": 1})

@@ -44,6 +44,7 @@ CASES: dict[str, dict] = {
     "eagle_parallel_k1": psd("parallel", 1, draft=TINY_EAGLE3),
     "eagle_parallel_k8": psd("parallel", 8, draft=TINY_EAGLE3),
     "eagle_shared_k3": psd("sequential", 3, draft=TINY_EAGLE3, psd_drafter_device="cuda:0"),
+    "eagle_shared_fa3_k3": psd("parallel", 3, draft=TINY_EAGLE3, psd_drafter_device="cuda:0", attention_backend="fa3"),
     "eagle_parallel_k3_exact": psd("parallel", 3, draft=TINY_EAGLE3, **EXACT),
 }
 PSD_CASES = [name for name in CASES if name.startswith("eagle")]

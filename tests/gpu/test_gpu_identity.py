@@ -1,4 +1,4 @@
-"""Greedy identity, accept length and overlap on real GPUs, flashinfer backend.
+"""Greedy identity, accept length and overlap on real GPUs, with each attention backend that verifies.
 
 CUDA graphs are on except in the ``_exact`` cases, which use SGLang's deterministic kernels and compare bit by bit.
 
@@ -29,6 +29,7 @@ TIMEOUT_S = 400
 # Top-2 gap (in log-probability) below which a bf16 forward may legitimately pick the other token. The tiny model's
 # logits reach 16 to 32, where bf16 numbers are 0.125 apart: four of these steps. A wrong token differs by nats.
 TIE_GAP = 0.5
+NO_TIE = 1e9
 
 # All engines share the GPUs and start side by side: a bounded pool each, and slack in what SGLang measures.
 MEMORY = {"mem_fraction_static": 0.6, "max_total_tokens": 32768, "attention_backend": "flashinfer"}
@@ -52,11 +53,17 @@ EXACT = {
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
 }
+FA3 = {"attention_backend": "fa3"}
+# Answers run into the end of the context, where a verify is longer than what is left of it.
+SHORT_CONTEXT = {"context_length": 192}
 # SGLang refuses tensor parallelism on GPUs whose free memory differs: this case runs when the others are gone.
 ALONE = ("tensor_parallel_k3",)
 CASES: dict[str, dict] = {
     "plain": dict(MEMORY),
     "plain_exact": {**MEMORY, **EXACT},
+    "plain_fa3": {**MEMORY, **FA3},
+    "plain_fa3_exact": {**MEMORY, **FA3, **EXACT},
+    "plain_fa3_end": {**MEMORY, **FA3, **SHORT_CONTEXT},
     "parallel_k3": psd("parallel", 3),
     "sequential_k3": psd("sequential", 3),
     "parallel_k1": psd("parallel", 1),
@@ -72,7 +79,19 @@ CASES: dict[str, dict] = {
     "shared_gpu_sequential_k5_exact": psd("sequential", 5, **SHARED, **EXACT),
     "shared_gpu_same_k3_exact": psd("sequential", 3, draft=TINY_TARGET, **SHARED, **EXACT),
     "shared_gpu_triton_k3": psd("parallel", 3, **{**SHARED, "attention_backend": "triton"}),
+    "fa3_k3": psd("parallel", 3, **FA3),
+    "fa3_k3_exact": psd("parallel", 3, **FA3, **EXACT),
+    "shared_gpu_fa3_k3": psd("parallel", 3, **SHARED, **FA3),
+    "shared_gpu_fa3_k3_exact": psd("parallel", 3, **SHARED, **FA3, **EXACT),
+    "shared_gpu_fa3_same_k5_page16": psd("sequential", 5, draft=TINY_TARGET, page_size=16, **SHARED, **FA3),
+    "shared_gpu_fa3_end": psd("parallel", 7, **SHARED, **FA3, **SHORT_CONTEXT),
 }
+
+
+def plain_case(name: str) -> str:
+    """The engine without speculation that a case is held against."""
+    backend = "_fa3" if "fa3" in name else ""
+    return f"plain{backend}" + next((end for end in ("_exact", "_end") if name.endswith(end)), "")
 
 
 def needs_two_gpus(name: str) -> bool:
@@ -92,6 +111,7 @@ def start_case(name: str) -> subprocess.Popen:
         "engine": CASES[name],
         "num_prompts": NUM_PROMPTS,
         "max_new_tokens": MAX_NEW_TOKENS,
+        "to_the_end": "context_length" in CASES[name],
         "with_gaps": name.startswith("plain"),
     }
     command = [sys.executable, str(Path(__file__).parent / "engine_case.py"), json.dumps(case)]
@@ -113,9 +133,9 @@ def finish_case(process: subprocess.Popen) -> dict:
 def wanted_cases(items: list[pytest.Item]) -> set[str]:
     """Cases that the selected tests look at (``-k`` narrows them), and the plain ones they are compared with."""
     names = {getattr(item, "callspec", None) and item.callspec.params.get("name") for item in items}
-    names |= {"plain", "plain_exact"}
     if any(item.name == "test_parallel_mode_overlaps" for item in items):
         names |= {"parallel_k3", "sequential_k3"}
+    names |= {plain_case(name) for name in names if name}
     return {name for name in names if name and (NUM_GPUS > 1 or not needs_two_gpus(name))}
 
 
@@ -131,13 +151,16 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, dict]:
 
 
 def first_differences(plain: dict, other: dict) -> list[tuple[int, int, float]]:
-    """Where each answer first departs from the plain one: (prompt, position, plain top-2 gap there)."""
+    """Where each answer first departs from the plain one: (prompt, position, plain top-2 gap there).
+
+    An answer that is cut off, or goes on after the plain one's end, departs by ``NO_TIE``.
+    """
     found = []
     for i, (expected, got) in enumerate(zip(plain["ids"], other["ids"])):
         if expected != got:
             length = min(len(expected), len(got))
             at = next((j for j in range(length) if expected[j] != got[j]), length)
-            found.append((i, at, round(plain["gaps"][i][at], 5) if at < len(expected) else 0.0))
+            found.append((i, at, round(plain["gaps"][i][at], 5) if at < length else NO_TIE))
     return found
 
 
@@ -159,7 +182,7 @@ def write_results(results: dict[str, dict]) -> None:
         if "error" in result:
             summary["cases"][name] = {"error": result["error"][-1500:]}
             continue
-        plain = results["plain_exact" if name.endswith("_exact") else "plain"]
+        plain = results[plain_case(name)]
         differences = None if "error" in plain else first_differences(plain, result)
         summary["cases"][name] = {
             "differences": differences,
@@ -184,34 +207,31 @@ def test_engine_answers(name: str, outcomes: dict[str, dict]) -> None:
 @pytest.mark.parametrize("name", cases(*(name for name in CASES if not name.startswith("plain"))))
 def test_greedy_text_differs_at_ties_only(name: str, outcomes: dict[str, dict]) -> None:
     """bf16: a first difference only where the plain run's two best tokens are as good as equal."""
-    plain = outcomes["plain_exact" if name.endswith("_exact") else "plain"]
-    wide = [item for item in first_differences(plain, outcomes[name]) if item[2] > TIE_GAP]
+    wide = [item for item in first_differences(outcomes[plain_case(name)], outcomes[name]) if item[2] > TIE_GAP]
     assert not wide, wide
 
 
-@pytest.mark.parametrize("name", cases(*(n for n in CASES if n.endswith("_exact") and n != "plain_exact")))
+@pytest.mark.parametrize("name", cases(*(n for n in CASES if n.endswith("_exact") and n != plain_case(n))))
 def test_exact_mode_is_identical(name: str, outcomes: dict[str, dict]) -> None:
     """With deterministic kernels and without CUDA graphs the texts are equal bit by bit."""
-    assert outcomes[name]["ids"] == outcomes["plain_exact"]["ids"]
+    assert outcomes[name]["ids"] == outcomes[plain_case(name)]["ids"]
 
 
 # Drafter and verify use different bf16 kernels, in the exact cases too (a token a row against a chunk): about one token
 # in a hundred of the tiny model is a tie that they resolve differently, and the rest of its chunk is lost with it.
 SAME = {
-    "same_k3": (3, 0.92),
-    "same_k5_page16": (5, 0.9),
-    "same_k3_exact": (3, 0.96),
-    "shared_gpu_same_k3_exact": (3, 0.96),
+    "same_k3": 0.94,
+    "same_k5_page16": 0.9,
+    "same_k3_exact": 0.95,
+    "shared_gpu_same_k3_exact": 0.93,
+    "shared_gpu_fa3_same_k5_page16": 0.94,
 }
 
 
 @pytest.mark.parametrize("name", cases(*SAME))
 def test_draft_equal_to_target_is_accepted(name: str, outcomes: dict[str, dict]) -> None:
-    """Rounds needed, against K + 1 tokens in every round but each answer's last."""
-    steps, least = SAME[name]
-    result = outcomes[name]
-    full = sum(-(-(len(ids) - 1) // (steps + 1)) for ids in result["ids"])
-    assert full / sum(result["verifies"]) >= least
+    """Of the drafts that were verified; how many came in time depends on what else the machine does."""
+    assert outcomes[name]["psd"]["accept_rate"] >= SAME[name]
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs: one for each model")

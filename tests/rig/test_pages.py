@@ -20,6 +20,33 @@ def prompt_of(length: int) -> list[int]:
     return [BOS] + [(11 * j + j * j + length) % 250 + 10 for j in range(length - 1)]
 
 
+# --- flash attention, which has none of this without a GPU ----------------------------------------
+
+
+def test_its_page_tables_have_room_behind_the_context(sglang_loaded) -> None:
+    """Alone and within a hybrid backend, once each; other backends are left alone."""
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+
+    from sglang_psd.target.page_tables import widen_page_tables
+
+    def flash(page_size: int) -> FlashAttentionBackend:
+        backend = object.__new__(FlashAttentionBackend)
+        backend.max_context_len, backend.page_size = 2048, page_size
+        backend.max_num_pages = 2048 // page_size
+        return backend
+
+    alone = flash(1)
+    widen_page_tables(alone, 4)
+    assert (alone.max_context_len, alone.max_num_pages) == (2052, 2052)
+
+    hybrid, inner, other = object.__new__(AttentionBackend), flash(16), object.__new__(AttentionBackend)
+    hybrid.prefill_backend, hybrid.decode_backend, hybrid.children = inner, other, [inner]
+    widen_page_tables(hybrid, 4)
+    assert (inner.max_context_len, inner.max_num_pages) == (2052, 129)
+    assert vars(other) == {}
+
+
 # --- the allocator itself ------------------------------------------------------------------------
 
 GROWTHS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=6)
