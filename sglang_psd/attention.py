@@ -20,8 +20,12 @@ def has_latent_attention(config: Mapping[str, Any]) -> bool:
     return bool(config.get("kv_lora_rank"))
 
 
-def default_backend(config: Mapping[str, Any], *, dtype: str, hopper: bool, flashinfer: bool) -> str:
+def default_backend(
+    config: Mapping[str, Any], *, dtype: str, deterministic: bool, hopper: bool, flashinfer: bool
+) -> str | None:
     """The backend for a target whose user names none: SGLang's own choice, where its verifies have been compared.
+
+    None leaves the choice to SGLang.
 
     Parameters
     ----------
@@ -29,6 +33,8 @@ def default_backend(config: Mapping[str, Any], *, dtype: str, hopper: bool, flas
         The target checkpoint's configuration.
     dtype : str
         As ``--dtype``.
+    deterministic : bool
+        Whether SGLang chooses among its deterministic backends, all of which have been compared.
     hopper : bool
         Whether SGLang takes fa3 on this GPU.
     flashinfer : bool
@@ -38,6 +44,8 @@ def default_backend(config: Mapping[str, Any], *, dtype: str, hopper: bool, flas
     # its own there, whose verifies nobody has compared.
     if has_latent_attention(config) or config.get("model_type") == "gpt_oss":
         return "triton"
+    if deterministic:
+        return None
     if hopper:
         return with_kernels_for(dtype, "fa3")
     return "flashinfer" if flashinfer else "triton"
@@ -61,7 +69,11 @@ def fill_attention_backend(args: PSDServerArgs) -> None:
     config = _target_config(args)
     if config is not None:
         args.attention_backend = default_backend(
-            config, dtype=args.dtype, hopper=is_hopper_with_cuda_12_3(), flashinfer=is_flashinfer_available()
+            config,
+            dtype=args.dtype,
+            deterministic=args.enable_deterministic_inference or args.rl_on_policy_target is not None,
+            hopper=is_hopper_with_cuda_12_3(),
+            flashinfer=is_flashinfer_available(),
         )
 
 

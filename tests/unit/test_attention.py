@@ -15,13 +15,15 @@ from sglang_psd.errors import UnsupportedFeatureError
         ({"model_type": "qwen3"}, {"hopper": True}, "fa3"),
         ({"model_type": "qwen3"}, {"hopper": True, "dtype": "float16"}, "fa3"),
         ({"model_type": "qwen3"}, {"hopper": True, "dtype": "float32"}, "triton"),
+        ({"model_type": "qwen3"}, {"hopper": True, "deterministic": True}, None),
         ({"model_type": "gpt_oss"}, {"hopper": True}, "triton"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, {"hopper": True}, "triton"),
         ({"model_type": "qwen3", "kv_lora_rank": None}, {}, "flashinfer"),
     ],
 )
-def test_default(config: dict, given: dict, backend: str) -> None:
-    assert default_backend(config, **{"dtype": "auto", "hopper": False, "flashinfer": True, **given}) == backend
+def test_default(config: dict, given: dict, backend: str | None) -> None:
+    usual = {"dtype": "auto", "deterministic": False, "hopper": False, "flashinfer": True}
+    assert default_backend(config, **{**usual, **given}) == backend
 
 
 def test_a_float32_drafter_does_not_take_fa3() -> None:
