@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang_psd.resources import TINY_DRAFT, TINY_TARGET
@@ -69,6 +69,7 @@ BFLOAT16 = Setting(
     {"dtype": "bfloat16", "attention_backend": "flashinfer", "cuda_graph_backend_prefill": "disabled"},
     bound=0.5,
 )
+FA3 = replace(BFLOAT16, name="fa3", engine={**BFLOAT16.engine, "attention_backend": "fa3"})
 # Laws need an engine without default seeds, and numbers whose rounding differs less between kernels and batches than
 # the test can see: in bfloat16 a law is off by some percent, and the edge of a cut (top-k, top-p, min-p) moves.
 FLOAT16 = Setting(
@@ -78,7 +79,10 @@ FLOAT16 = Setting(
     law_every=1,
 )
 CPU = Setting("float32", {"dtype": "float32"}, bound=1e-4, law_every=10)
-SETTINGS = {"cuda": {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}, "cpu": {"float32": CPU}}
+SETTINGS = {
+    "cuda": {setting.name: setting for setting in (FLOAT32, BFLOAT16, FA3, FLOAT16)},
+    "cpu": {CPU.name: CPU},
+}
 
 
 def number_of_gpus(device: str) -> int:
