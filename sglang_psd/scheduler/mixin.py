@@ -176,12 +176,11 @@ class PSDSchedulerMixin(
     def _psd_may_queue_ahead(self) -> bool:
         """Whether nothing that the drafts need ends up behind the verify that waits for them.
 
-        A head's hidden states are sent on the verify's own stream; a drafter on the same GPU computes beside it; other
-        ranks queue nothing before they have been told. A processor other than x86-64 may show the device the word that
-        lets a verify go before it shows the drafts.
+        A drafter on the same GPU computes beside it; other ranks queue nothing before they have been told. A processor
+        other than x86-64 may show the device the word that lets a verify go before it shows the drafts.
         """
         own_gpu = self.server_args.device == "cuda" and not self.psd_device.shared and lanes.supported()
-        return own_gpu and self.ps.tp_size == 1 and self.psd_handoff is None
+        return own_gpu and self.ps.tp_size == 1
 
     def psd_turn_of(self, slot: Slot) -> None:
         """One turn: plan, launch, finish the others."""
@@ -231,11 +230,11 @@ class PSDSchedulerMixin(
             self._psd_begin(flight)
         else:
             # The worker asks for the drafts when all else is ready: their way to the GPU is short then. While it does,
-            # other slots may be collected: custom logit processors may ask anything of the device.
+            # other slots may be collected.
             self.draft_worker.stage(
                 lambda: self._psd_fetch(slot, batch, flight),
                 lambda: self._psd_begin(flight),
-                ahead=not any(other.in_flight is not None and other.in_flight.calls for other in self.psd_slots),
+                ahead=not any(other.in_flight is not None and other.in_flight.needs_device for other in self.psd_slots),
             )
         flight.result = self.run_batch(batch)
         self.psd_timer.stop(flight.timer)

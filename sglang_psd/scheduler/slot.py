@@ -74,6 +74,14 @@ class InFlight:
     features: TargetFeatures | None = None
     calls: ChunkCalls | None = None
 
+    @property
+    def needs_device(self) -> bool:
+        """Whether collecting it asks more of the device than its tokens, which are on their way.
+
+        Hidden states are handed over; custom logit processors may ask for anything.
+        """
+        return self.features is not None or self.calls is not None
+
 
 @dataclass
 class Slot:
