@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 # Those whose verifies have been compared with the plain server's text on GPUs (tests/gpu/test_gpu_identity.py).
 VERIFIED = ("flashinfer", "triton", "fa3")
+_FLOAT32 = ("float32", "float")
 _FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
@@ -21,11 +22,12 @@ def has_latent_attention(config: Mapping[str, Any]) -> bool:
 
 
 def default_backend(
-    config: Mapping[str, Any], *, dtype: str, deterministic: bool, hopper: bool, flashinfer: bool
+    config: Mapping[str, Any], *, dtype: str, deterministic: bool, blackwell: bool, flashinfer: bool
 ) -> str | None:
-    """The backend for a target whose user names none: SGLang's own choice, where its verifies have been compared.
+    """The backend for a target whose user names none; None leaves the choice to SGLang.
 
-    None leaves the choice to SGLang.
+    SGLang chooses by model and GPU (``ServerArgs._get_default_attn_backend``, ``arg_groups/overrides.py``). This is for
+    cases in which its choice has not been compared or does not work.
 
     Parameters
     ----------
@@ -34,37 +36,34 @@ def default_backend(
     dtype : str
         As ``--dtype``.
     deterministic : bool
-        Whether SGLang chooses among its deterministic backends, all of which have been compared.
-    hopper : bool
-        Whether SGLang takes fa3 on this GPU.
+        Whether SGLang chooses among its deterministic backends.
+    blackwell : bool
+        Whether the GPU is one for which SGLang has backends of its own.
     flashinfer : bool
         Whether FlashInfer is installed.
     """
-    # As ``ServerArgs._get_default_attn_backend``: FlashInfer knows no attention sinks. Latent attention has backends of
-    # its own there, whose verifies nobody has compared.
-    if has_latent_attention(config) or config.get("model_type") == "gpt_oss":
+    # FlashInfer knows no attention sinks and no float32; neither does fa3 know float32.
+    if has_latent_attention(config) or config.get("model_type") == "gpt_oss" or dtype in _FLOAT32:
         return "triton"
-    if deterministic:
+    if not blackwell or deterministic:
         return None
-    if hopper:
-        return with_kernels_for(dtype, "fa3")
     return "flashinfer" if flashinfer else "triton"
 
 
 def with_kernels_for(dtype: str, backend: str) -> str:
     """``backend``, or triton where it has no kernels for ``dtype``: fa3 computes in 16 bits or less."""
-    return "triton" if backend == "fa3" and dtype in ("float32", "float") else backend
+    return "triton" if backend == "fa3" and dtype in _FLOAT32 else backend
 
 
 def fill_attention_backend(args: PSDServerArgs) -> None:
-    """Choose a backend whose verifies have been compared, before SGLang chooses one."""
+    """Choose a backend whose verifies have been compared where SGLang would choose another."""
     if args.device not in (None, "cuda") or any(getattr(args, field) is not None for field in _FIELDS):
         return
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip:
         return
-    from sglang.srt.utils import is_flashinfer_available, is_hopper_with_cuda_12_3
+    from sglang.srt.utils import is_flashinfer_available, is_sm100_supported, is_sm120_supported
 
     config = _target_config(args)
     if config is not None:
@@ -72,7 +71,7 @@ def fill_attention_backend(args: PSDServerArgs) -> None:
             config,
             dtype=args.dtype,
             deterministic=args.enable_deterministic_inference or args.rl_on_policy_target is not None,
-            hopper=is_hopper_with_cuda_12_3(),
+            blackwell=is_sm100_supported() or is_sm120_supported(),
             flashinfer=is_flashinfer_available(),
         )
 

@@ -10,19 +10,18 @@ from sglang_psd.errors import UnsupportedFeatureError
 @pytest.mark.parametrize(
     ("config", "given", "backend"),
     [
-        ({"model_type": "qwen3"}, {}, "flashinfer"),
-        ({"model_type": "qwen3"}, {"flashinfer": False}, "triton"),
-        ({"model_type": "qwen3"}, {"hopper": True}, "fa3"),
-        ({"model_type": "qwen3"}, {"hopper": True, "dtype": "float16"}, "fa3"),
-        ({"model_type": "qwen3"}, {"hopper": True, "dtype": "float32"}, "triton"),
-        ({"model_type": "qwen3"}, {"hopper": True, "deterministic": True}, None),
-        ({"model_type": "gpt_oss"}, {"hopper": True}, "triton"),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, {"hopper": True}, "triton"),
-        ({"model_type": "qwen3", "kv_lora_rank": None}, {}, "flashinfer"),
+        ({"model_type": "qwen3"}, {}, None),
+        ({"model_type": "qwen3"}, {"blackwell": True}, "flashinfer"),
+        ({"model_type": "qwen3"}, {"blackwell": True, "flashinfer": False}, "triton"),
+        ({"model_type": "qwen3"}, {"blackwell": True, "deterministic": True}, None),
+        ({"model_type": "qwen3"}, {"dtype": "float32"}, "triton"),
+        ({"model_type": "gpt_oss"}, {}, "triton"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, {"deterministic": True}, "triton"),
+        ({"model_type": "qwen3", "kv_lora_rank": None}, {}, None),
     ],
 )
 def test_default(config: dict, given: dict, backend: str | None) -> None:
-    usual = {"dtype": "auto", "deterministic": False, "hopper": False, "flashinfer": True}
+    usual = {"dtype": "auto", "deterministic": False, "blackwell": False, "flashinfer": True}
     assert default_backend(config, **{**usual, **given}) == backend
 
 
