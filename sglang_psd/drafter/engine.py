@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 PREFILL_CHUNK = 4096
 # Slots for the next round are taken ahead while at least this share of the pool is free.
 FREE_SHARE = 1 / 8
+# For how many rounds slots are taken at once where taking them interrupts the target.
+ROUNDS_AHEAD = 16
 
 
 class DraftEngine:
@@ -197,26 +199,35 @@ class DraftEngine:
         """Do ahead what the next rounds would have to wait for; after a round, while the target verifies.
 
         The last draft of each chain is fed to the model: where the whole chain is accepted nothing is missing then.
-        Slots for the next chain are taken while there are plenty.
+        Slots for the next chain are taken while there are plenty. On the target's own device both would come at the
+        verify's expense: the next chain's first step feeds that draft, too, and slots are taken rarely.
         """
         self._tell()
         last, self._last = self._last, None
         if last is None:
             return
         num_steps = last[1].tokens.shape[1]
-        self._model.feed_last(len(last[0]), num_steps)
+        if not self.spec.shares_device:
+            self._model.feed_last(len(last[0]), num_steps)
         # Some may have ended or gone on since.
         standing = [
             (state, int(drafts[-1]))
             for state, drafts in zip(last[0], last[1].tokens)
             if self._states.get(state.rid) is state and state.num_fed == len(state.tokens) + num_steps - 1
         ]
-        states = [state for state, _ in standing]
         if self._model.free_kv_tokens > FREE_SHARE * self._model.kv_tokens:
-            most = [min(len(s.tokens) + 2 * num_steps + 1, self._model.context_len) for s in states]
-            self._model.reserve_all(states, most)
-        for state, draft in standing:
-            state.note_last(draft)
+            self._take_slots_ahead([state for state, _ in standing], 2 * num_steps + 1)
+        if not self.spec.shares_device:
+            for state, draft in standing:
+                state.note_last(draft)
+
+    def _take_slots_ahead(self, states: list[DraftState], needed: int) -> None:
+        """Make sure that each request has ``needed`` slots behind its tokens, as far as there is context and pool."""
+        taken = needed
+        if self.spec.shares_device:
+            states = [state for state in states if state.num_slots < len(state.tokens) + needed]
+            taken = needed * ROUNDS_AHEAD
+        self._model.reserve_all(states, [min(len(s.tokens) + taken, self._model.context_len) for s in states])
 
     def _usable(self, state: Pooled, num_steps: int) -> bool:
         return len(state.tokens) + num_steps <= self._model.context_len

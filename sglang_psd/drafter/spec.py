@@ -68,6 +68,8 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Upper bound of the KV pool.
     cuda_graphs, deterministic : bool
         As the target's.
+    shares_device : bool
+        Whether the target works on the same device: what is done beside a verify makes it last longer.
     integrity_checks : bool
         Check the pools after every round.
     head : HeadSpec or None
@@ -99,6 +101,7 @@ class DrafterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_tokens: int | None = None
     cuda_graphs: bool = True
     deterministic: bool = False
+    shares_device: bool = False
     integrity_checks: bool = False
     pulse_endpoint: str = ""
     lanes: str = ""

@@ -43,8 +43,9 @@ def visible_drafter_device(args: PSDServerArgs, config: PSDConfig, gpu_id: int) 
     if device.shared:
         logger.warning(
             "PSD: the drafter shares %s with the target, so the two take turns instead of working side by side; "
-            "give it a GPU of its own with --psd-drafter-device.",
+            "give it a GPU of its own with --psd-drafter-device%s.",
             device.label,
+            " or, since two batches cannot pay then, choose --psd-mode sequential" if config.mode == "parallel" else "",
         )
     return device
 
@@ -79,6 +80,7 @@ def drafter_spec(args: Any, config: PSDConfig, device: DrafterDevice, vocab_limi
         kv_tokens=draft_kv_tokens(args),
         cuda_graphs=not on_cpu and not decode_graphs_disabled(args),
         deterministic=args.enable_deterministic_inference,
+        shares_device=device.shared,
         integrity_checks=config.integrity_checks,
         log_level=args.log_level,
         head=head,

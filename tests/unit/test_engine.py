@@ -114,10 +114,15 @@ class Wire:
 class Play:
     """A scheduler that does anything, in bursts, and remembers what each request's drafts have to be."""
 
-    def __init__(self, seed: int, *, kv_tokens: int, integrity_checks: bool):
+    def __init__(self, seed: int, *, kv_tokens: int, integrity_checks: bool, shares_device: bool):
         self.dice = random.Random(seed)
         spec = SimpleNamespace(
-            max_requests=5, num_steps=STEPS, top_m=4, vocab_limit=VOCAB, integrity_checks=integrity_checks
+            max_requests=5,
+            num_steps=STEPS,
+            top_m=4,
+            vocab_limit=VOCAB,
+            integrity_checks=integrity_checks,
+            shares_device=shares_device,
         )
         self.engine = object.__new__(DraftEngine)
         self.engine._load = lambda spec: HashModel(spec, kv_tokens)  # type: ignore[method-assign]
@@ -228,8 +233,11 @@ class Play:
             assert model._kv[int(model._table.req_to_token[state.pool_row, at])] == before, (state.rid, at)
 
 
+@pytest.mark.parametrize("shares_device", [False, True])
 @pytest.mark.parametrize("kv_tokens", [140, 500])
-def test_drafts_depend_on_committed_tokens_only(monkeypatch: pytest.MonkeyPatch, kv_tokens: int) -> None:
+def test_drafts_depend_on_committed_tokens_only(
+    monkeypatch: pytest.MonkeyPatch, kv_tokens: int, shares_device: bool
+) -> None:
     monkeypatch.setattr(module, "PREFILL_CHUNK", 8)
     known, drafts = [], 0
     short_way = DraftEngine.draft_known
@@ -241,8 +249,46 @@ def test_drafts_depend_on_committed_tokens_only(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(DraftEngine, "draft_known", draft_known)
     for seed in range(12):
-        play = Play(seed, kv_tokens=kv_tokens, integrity_checks=seed % 2 == 0)
+        play = Play(seed, kv_tokens=kv_tokens, integrity_checks=seed % 2 == 0, shares_device=shares_device)
         play.run(100)
         drafts += play.checked
     # Both ways were taken.
     assert drafts > 1000 and 50 < sum(known) < len(known) - 50
+
+
+def test_on_the_targets_device_the_pause_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing runs in it, slots are taken once in many rounds, and a chain accepted as a whole goes on all the same."""
+    fed, taken = [], []
+    forward, reserve_all = HashModel._forward, HashModel.reserve_all
+
+    def count_forward(self, *args, **kwargs):
+        fed.append(in_pause)
+        return forward(self, *args, **kwargs)
+
+    def count_slots(self, states, lengths):
+        if in_pause and any(state.num_slots < length for state, length in zip(states, lengths)):
+            taken.append(len(states))
+        return reserve_all(self, states, lengths)
+
+    monkeypatch.setattr(HashModel, "_forward", count_forward)
+    monkeypatch.setattr(HashModel, "reserve_all", count_slots)
+    in_pause = False
+    engine = Play(0, kv_tokens=500, integrity_checks=True, shares_device=True).engine
+    tokens = [1, 2, 3]
+    engine.open(Open("a", np.array(tokens, TOKEN).tobytes(), LAWS[0]))
+    engine.prefill_some()
+    gained = [next_token(5)]
+    for i in range(15):
+        tokens += gained
+        rows = [RoundRow("a", len(tokens), gained)]
+        answer = engine.draft_known(Round(i, rows, STEPS), 0.0)
+        assert (answer is not None) == (i > 0), "only the first round has to find its slots"
+        answer = answer or engine.draft(i, rows, STEPS, 0.0)
+        drafts = np.frombuffer(answer.tokens, TOKEN).tolist()
+        assert drafts == drafts_after(tokens, STEPS)
+        gained = [*drafts, (drafts[-1] + 1) % VOCAB]
+        in_pause = True
+        engine.use_pause()
+        in_pause = False
+    assert len(fed) > 15 and not any(fed)
+    assert taken == [1]
