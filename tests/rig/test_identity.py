@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sglang_psd.scheduler.devices import DrafterDevice
 from tests.models import SHORT_CONTEXT_LEN
 from tests.rig.oracle import assert_prefixes, make_prompts
 from tests.rig.rig import Output, Rig
@@ -74,6 +75,23 @@ def test_batches(run_case, models, oracle, draft: str, k: int) -> None:
         assert_prefixes(outputs, staggered_lengths(size), truth)
         if draft == "D_bad":
             assert sum(output.accepted for output in outputs) <= 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_drafter_on_the_targets_device(run_case, models, oracle, mode: str) -> None:
+    """It does nothing beside a verify: chains that were accepted as a whole are caught up by the next one."""
+
+    def case() -> list[list[Output]]:
+        from sglang_psd.drafter.model import DraftModel
+        from sglang_psd.scheduler import launch
+
+        del DraftModel.feed_last  # the drafter, forked from here, would be lost with the first call
+        launch.choose_device = lambda *_: DrafterDevice(None, shared=True)  # type: ignore[assignment]
+        return run_batches(models, "D_same", 3, mode, "overlapped")
+
+    truth = oracle.greedy(PROMPTS)
+    for size, outputs in zip(BATCHES, run_case(case)):
+        assert_prefixes(outputs, staggered_lengths(size), truth)
 
 
 def test_accept_length_arithmetic(run_case, models, oracle) -> None:
