@@ -121,6 +121,11 @@ def lend_guidance_masks(result, backend, *args, **kwargs):
         backend.apply_vocab_mask = GuidanceGrammar.apply_vocab_mask
 
 
+def own_alternatives(original, serving, logprobs, use_token_index):
+    """Each token of a streamed chat chunk has its own ``top_logprobs``; SGLang counts on one token a chunk."""
+    return original(serving, logprobs, use_token_index or uses_psd(serving.tokenizer_manager.server_args))
+
+
 def run_psd_loop(original, scheduler):
     """Run the two-slot loop where the scheduler serves PSD."""
     if getattr(scheduler, "psd", None) is None:
@@ -179,6 +184,12 @@ HOOKS: tuple[Hook, ...] = (
         _SRT + "constrained.llguidance_backend.GuidanceBackend.__init__",
         "AFTER",
         _constant(lend_guidance_masks),
+    ),
+    Hook(
+        "chat_logprobs",
+        _SRT + "entrypoints.openai.serving_chat.OpenAIServingChat._process_logprobs_tokens",
+        "IMPORT",
+        None,
     ),
     Hook("serve_help", "sglang.cli.serve.serve", "IMPORT", None),
     Hook("kernel_loader", "sgl_kernel.load_utils._load_architecture_specific_ops", "IMPORT", None),

@@ -1,13 +1,14 @@
-"""Import hook: SGLang without a GPU driver, and plugin flags in ``sglang serve --help``.
+"""Import hook: SGLang without a GPU driver, and what no plugin can reach in time or at no cost.
 
 ``sgl_kernel`` loads a CUDA library on import and raises without a driver, although its Python
 files are all that the CPU path needs. SGLang's child processes import it while they unpickle
 their target function, before any plugin runs, so the remedy has to be in place when Python
 starts: a ``.pth`` file imports this module. It must stay cheap and free of imports beyond
-``sys``: nothing happens until somebody imports one of four modules, and kernel library and grammar
+``sys``: nothing happens until somebody imports one of five modules, and kernel library and grammar
 backend are left alone where ``libcuda`` can be loaded.
 
-``sglang serve --help`` prints its flags before it loads plugins; the second hook loads them first.
+``sglang serve --help`` prints its flags before it loads plugins; the second hook loads them first. The chat endpoint is
+mended when it is imported, which schedulers and drafters never do: a plugin's hook would import it there.
 
 A scheduler that is about to import SGLang starts its drafter's imports first, see ``sglang_psd/early.py``.
 """
@@ -18,6 +19,7 @@ import sys
 _KERNEL_LOADER = "sgl_kernel.load_utils"
 _SERVE = "sglang.cli.serve"
 _GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat"
 
 
 def gpu_driver_present() -> bool:
@@ -32,11 +34,13 @@ def gpu_driver_present() -> bool:
 
 
 class _ImportHook:
-    """Meta path finder: watches four module names, changes nothing else."""
+    """Meta path finder: watches five module names, changes nothing else."""
 
     def find_spec(self, name, path=None, target=None):
         if name == _SERVE:
             return _with_patch(name, path, target, _load_plugins_before_help)
+        if name == _CHAT:
+            return _with_patch(name, path, target, _tell_tokens_of_a_chunk_apart)
         if name not in ("sglang", _KERNEL_LOADER, _GRAMMAR) or gpu_driver_present():
             return None
         if name == _GRAMMAR:
@@ -98,6 +102,19 @@ def _load_plugins_before_help(module) -> None:
 
     serve_with_plugins.__wrapped__ = serve  # type: ignore[attr-defined]
     module.serve = serve_with_plugins
+
+
+def _tell_tokens_of_a_chunk_apart(module) -> None:
+    from sglang_psd.hooks import own_alternatives
+
+    serving = module.OpenAIServingChat
+    original = serving._process_logprobs_tokens
+
+    def process(self, logprobs, use_token_index=False):
+        return own_alternatives(original, self, logprobs, use_token_index)
+
+    process.__wrapped__ = original  # type: ignore[attr-defined]
+    serving._process_logprobs_tokens = process
 
 
 def install() -> None:

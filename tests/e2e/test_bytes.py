@@ -139,6 +139,33 @@ def test_chat_stream(client: openai.OpenAI) -> None:
     assert all(1 <= len(entry.top_logprobs) <= 2 for entry in message.logprobs.content)
 
 
+def test_each_token_of_a_streamed_chunk_has_its_own_alternatives(client: openai.OpenAI) -> None:
+    """Log probabilities of a streamed chat are those of the whole message, also behind a chunk's first token."""
+    request: dict[str, Any] = {
+        "model": "x",
+        "messages": [{"role": "user", "content": "Hi."}],
+        "temperature": 0,
+        "max_tokens": 40,
+        "logprobs": True,
+        "top_logprobs": 3,
+        **DEAF,
+    }
+    chunks = [
+        choice.logprobs.content
+        for chunk in client.chat.completions.create(stream=True, **request)
+        for choice in chunk.choices
+        if choice.logprobs is not None
+    ]
+    assert max(map(len, chunks)) > 4, "no chunk holds several tokens"
+    whole = client.chat.completions.create(**request).choices[0].logprobs.content
+    streamed = [token for chunk in chunks for token in chunk]
+    assert len(streamed) == len(whole) == 40
+    for token, expected in zip(streamed, whole):
+        assert token.token == expected.token
+        found, wanted = ({one.token: one.logprob for one in entry.top_logprobs} for entry in (token, expected))
+        assert found == pytest.approx(wanted, abs=1e-4)
+
+
 def test_tool_calls_are_parsed_from_chunks_of_many_tokens(client: openai.OpenAI) -> None:
     """A whole tag may arrive in one chunk; nothing of the call is lost or said twice."""
     whole, parts, reasons, _ = chat(
