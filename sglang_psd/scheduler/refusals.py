@@ -7,7 +7,7 @@ at before a request is queued; a bad one is answered like any other bad request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -166,9 +166,37 @@ def request_problem(
     start = request.logprob_start_len
     if start is not None and not (_is_whole(start) and start >= -1):
         return f"logprob_start_len must be a whole number, -1 or more, got {_shorten(start)}."
+    if (problem := _session_problem(request.session_params)) is not None:
+        return problem
+    if request.positional_embed_overrides is not None and not _are_overrides(
+        request.positional_embed_overrides, hidden_size
+    ):
+        return f"positional_embed_overrides must hold vectors of {hidden_size} numbers; JSON cannot: use /v1/score."
     if custom_processors and request.custom_logit_processor:
         return _processor_problem(request.custom_logit_processor)
     return None
+
+
+def _session_problem(params: Any) -> str | None:
+    """What is wrong with ``SessionParams``, which SGLang looks up and slices with as they come."""
+    if params is None:
+        return None
+    for name in ("id", "rid"):
+        value = getattr(params, name)
+        if not isinstance(value, Hashable):
+            return f"session_params must have a string as {name}, got {_shorten(value)}."
+    if params.offset and not isinstance(params.offset, Integral):
+        return f"session_params must have a whole number as offset, got {_shorten(params.offset)}."
+    return None
+
+
+def _are_overrides(overrides: Any, hidden_size: int) -> bool:
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+
+    if not isinstance(overrides, PositionalEmbeds):
+        return False
+    shape = tuple(overrides.embeds.shape)
+    return shape == (len(overrides.positions), hidden_size) and all(map(_is_whole, overrides.positions))
 
 
 def _processor_problem(text: str) -> str | None:
@@ -214,7 +242,8 @@ class RefusalsMixin(_Base):
         recv_req.sampling_params.normalize(self.tokenizer)
         recv_req.input_ids, recv_req.input_embeds = array("q", [0]), None
         recv_req.return_logprob, recv_req.top_logprobs_num, recv_req.logprob_start_len = False, 0, -1
-        recv_req.custom_logit_processor = None
+        recv_req.custom_logit_processor = recv_req.positional_embed_overrides = None
+        recv_req.session_params = None  # a refused request leaves its session as it was
 
     def _psd_refuse(self, req: Req) -> None:
         """End a request that was found bad; called when it is queued."""

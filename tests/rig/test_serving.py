@@ -69,7 +69,10 @@ def test_nobody_is_pushed_out_where_there_is_room(run_case, models, oracle) -> N
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(("streaming", "page_size"), [(False, 1), (True, 1), (True, 16)])
 def test_sessions(run_case, models, oracle, streaming, page_size, loop) -> None:
-    """Turns of a conversation that lives in the server: each goes on where the last one ended; others run beside it."""
+    """Turns of a conversation that lives in the server: each goes on where the last one ended; others run beside it.
+
+    A request that is refused leaves the conversation as it was, also one that would have replaced it.
+    """
     turns = [PROMPTS[4], [30, 31, 32], [99], [12, 13, 14, 15]]
 
     def case() -> list[list[Output]]:
@@ -89,6 +92,11 @@ def test_sessions(run_case, models, oracle, streaming, page_size, loop) -> None:
                 for outputs, name in zip(found, last):
                     outputs.append(rig.output(str(last[name])))
                 assert rig.output(other).finish is not None
+                for name in last:
+                    params = SessionParams(id=name, replace=not streaming)
+                    bad = rig.submit([7], 3, logit_bias={"5": "abc"}, fields={"session_params": params})
+                    rig.run_until_done()
+                    assert "logit_bias" in rig.output(bad).finish["message"]
             for name in last:
                 rig.tell(CloseSessionReqInput(session_id=name))
             rig.idle_check()

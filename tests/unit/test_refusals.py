@@ -154,7 +154,9 @@ REQUEST = {
     "session_params": None,
     "logprob_start_len": -1,
     "custom_logit_processor": None,
+    "positional_embed_overrides": None,
 }
+SESSION = {"id": "s", "rid": None, "offset": None}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,15 @@ REQUEST = {
         ({"input_ids": [1, 320]}, "input_ids"),
         ({"input_ids": [1, -1]}, "input_ids"),
         ({"input_ids": []}, "The prompt"),
-        ({"input_ids": [], "session_params": object()}, None),
+        ({"input_ids": [], "session_params": SimpleNamespace(**SESSION)}, None),
+        ({"session_params": SimpleNamespace(**{**SESSION, "rid": "r", "offset": -2})}, None),
+        ({"session_params": SimpleNamespace(**{**SESSION, "rid": 5, "offset": 10**30})}, None),
+        ({"session_params": SimpleNamespace(**{**SESSION, "id": ["s"]})}, "session_params"),
+        ({"session_params": SimpleNamespace(**{**SESSION, "rid": {"a": 1}})}, "session_params"),
+        ({"session_params": SimpleNamespace(**{**SESSION, "offset": "x"})}, "session_params"),
+        ({"session_params": SimpleNamespace(**{**SESSION, "offset": 2.5})}, "session_params"),
+        ({"positional_embed_overrides": {"a": 1}}, "positional_embed_overrides"),
+        ({"positional_embed_overrides": [[0.5] * 4]}, "positional_embed_overrides"),
         ({"token_ids_logprob": [0, 319]}, None),
         ({"token_ids_logprob": [320]}, "token_ids_logprob"),
         ({"token_ids_logprob": ["a"]}, "token_ids_logprob"),
