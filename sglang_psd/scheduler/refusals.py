@@ -221,6 +221,7 @@ class RefusalsMixin(_Base):
             if problem is not None:
                 self._psd_make_harmless(recv_req)
                 self._psd_refused[recv_req.rid] = problem
+            self._psd_empty_session(recv_req.session_params)
         super().handle_generate_request(recv_req)
 
     def _psd_problem(self, recv_req) -> str | None:
@@ -232,6 +233,14 @@ class RefusalsMixin(_Base):
             custom_processors=self.server_args.enable_custom_logit_processor,
             bfloat16="bfloat16" in str(config.dtype),
         )
+
+    def _psd_empty_session(self, params: Any) -> None:
+        """Do what ``replace`` without ``rid`` asks for; SGLang removes requests while it walks over them."""
+        session = None if params is None else self.session_controller.get(params.id)
+        if session is not None and params.replace and params.rid is None and not session.streaming:
+            for node in session.req_nodes.values():
+                node.abort()
+            session.req_nodes.clear()
 
     def _psd_make_harmless(self, recv_req) -> None:
         from array import array

@@ -111,6 +111,34 @@ def test_sessions(run_case, models, oracle, streaming, page_size, loop) -> None:
             text += output.ids
 
 
+def test_a_session_that_begins_anew(run_case, models, oracle) -> None:
+    """``replace`` without ``rid`` empties a session: what runs there ends, the next request begins anew."""
+
+    def case() -> list[Output]:
+        from sglang.srt.managers.io_struct import OpenSessionReqInput, SessionParams
+
+        with Rig(models, "D_mid", 3) as rig:
+            rig.tell(OpenSessionReqInput(capacity_of_str_len=1000, session_id="a"))
+            within = {"fields": {"session_params": SessionParams(id="a")}}
+            rids = [rig.submit(PROMPTS[0], 9, **within)]
+            rig.run_until_done()
+            rids.append(rig.submit(PROMPTS[1], 300, **within))
+            rig.turns(8)
+            rids.append(rig.submit(PROMPTS[2], 9, fields={"session_params": SessionParams(id="a", replace=True)}))
+            rig.run_until_done()
+            within = {"fields": {"session_params": SessionParams(id="a", rid=rids[-1])}}
+            rids.append(rig.submit([30, 31], 9, **within))
+            rig.run_until_done()
+            return [rig.output(rid) for rid in rids]
+
+    _, ended, anew, next_turn = run_case(case)
+    assert ended.finish["type"] == "abort" and anew.finish["type"] == "length"
+    (expected,) = oracle.outputs([(PROMPTS[2], 9, {})])
+    assert anew.ids == expected.ids
+    (expected,) = oracle.outputs([([*PROMPTS[2], *anew.ids, 30, 31], 9, {})])
+    assert next_turn.ids == expected.ids
+
+
 # --- figures -------------------------------------------------------------------------------------
 
 
