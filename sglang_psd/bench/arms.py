@@ -158,7 +158,8 @@ def occupied(server_info: dict[str, Any]) -> dict[str, Any]:
     -------
     dict
         ``gpus``: how many, at least 1 (on a CPU the whole machine counts as one device); ``shared``: whether a drafter
-        process shares the target's GPU; ``kv_tokens``: the target's KV capacity, all copies together; ``drafter``.
+        process shares the target's GPU; ``kv_tokens``: the target's KV capacity, all copies together; ``drafter``;
+        ``attention``: the target's attention backend.
     """
     states = server_info.get("internal_states") or [{}]
     tp_size, copies = server_info.get("tp_size") or 1, server_info.get("dp_size") or 1
@@ -173,5 +174,6 @@ def occupied(server_info: dict[str, Any]) -> dict[str, Any]:
         "gpus": 1 if on_cpu else tp_size * copies + (1 if drafter is not None and not shared else 0),
         "shared": shared,
         "kv_tokens": capacity * copies,
+        "attention": server_info.get("attention_backend"),
         "drafter": drafter,
     }

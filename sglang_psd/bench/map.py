@@ -12,8 +12,11 @@ from typing import Any
 from sglang_psd.bench.table import median
 
 # What stock SGLang offers.
-BASELINES = ("plain", "replicas", "standalone", "replicas-standalone")
-PSD_ARMS = ("sequential", "parallel")
+BASELINES = ("plain", "replicas", "standalone", "replicas-standalone", "eagle3", "replicas-eagle3")
+# PSD with a GPU for the drafter, and with the drafter on the target's.
+OWN_GPU = ("sequential", "parallel")
+SHARED_GPU = tuple(f"{arm}, shared GPU" for arm in OWN_GPU)
+PSD_ARMS = OWN_GPU + SHARED_GPU
 # What two files must share for the arms without a draft model of one to count for the other.
 CONDITIONS = ("target", "dataset", "temperature", "waves", "extra")
 
@@ -29,6 +32,7 @@ class Group:
     input_len: int
     output_len: int
     acceptance: str
+    attention: str
 
     @property
     def lengths(self) -> str:
@@ -39,12 +43,14 @@ class Group:
     def title(self) -> str:
         """One line for people."""
         models = f"{self.target}, draft {self.draft}, k={self.k}"
-        return f"{models}, {self.lengths} tokens, {self.acceptance}, {self.protocol} protocol"
+        return (
+            f"{models}, {self.lengths} tokens, {self.acceptance}, {self.protocol} protocol, {self.attention} attention"
+        )
 
     @property
     def slug(self) -> str:
         """The same for file names."""
-        text = f"{self.target}-{self.draft}-k{self.k}-{self.lengths}-{self.acceptance}-{self.protocol}"
+        text = f"{self.target}-{self.draft}-k{self.k}-{self.lengths}-{self.acceptance}-{self.protocol}-{self.attention}"
         return "".join(c if c.isalnum() or c in ".+-" else "_" for c in text)
 
 
@@ -93,7 +99,7 @@ def series_of(results: Sequence[dict[str, Any]]) -> dict[Group, dict[str, list[P
             if cell["k"] is not None:
                 group = _group(data, cell)
                 owners.setdefault(group, data)
-                series.setdefault(group, {}).setdefault(cell["arm"], {}).setdefault(cell["row"], _point(cell))
+                series.setdefault(group, {}).setdefault(_arm_of(data, cell), {}).setdefault(cell["row"], _point(cell))
     for group, arms in series.items():
         owner = owners[group]
         for data in sorted(results, key=lambda data: data is not owner):
@@ -111,6 +117,16 @@ def _closed_loop(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [cell for cell in data["cells"].values() if cell["measurements"] and cell["rate"] is None]
 
 
+def _arm_of(data: dict[str, Any], cell: dict[str, Any]) -> str:
+    """The cell's arm; a drafter on the target's GPU makes it another one. Without a GPU all share the cores."""
+    arm: str = cell["arm"]
+    if arm not in OWN_GPU or not data["runs"][-1]["environment"]["gpus"]:
+        return arm
+    its_own = ("arm", "k", "protocol")
+    shared = any(s["shared"] for s in data["servers"].values() if all(s[name] == cell[name] for name in its_own))
+    return SHARED_GPU[OWN_GPU.index(arm)] if shared else arm
+
+
 def _same_conditions(one: dict[str, Any], other: dict[str, Any]) -> bool:
     # How many GPUs a machine shows does not matter to an arm that uses one of them.
     return all(one["settings"][name] == other["settings"][name] for name in CONDITIONS) and (
@@ -121,7 +137,14 @@ def _same_conditions(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def _group(data: dict[str, Any], cell: dict[str, Any]) -> Group:
     settings, k = data["settings"], cell["k"]
     names = (PurePath(settings["target"]).name, PurePath(settings["draft"]).name)
-    return Group(*names, cell["protocol"], k, cell["input_len"], cell["output_len"], acceptance_of(data, k))
+    lengths = cell["input_len"], cell["output_len"]
+    return Group(*names, cell["protocol"], k, *lengths, acceptance_of(data, k), _attention_of(settings["extra"]))
+
+
+def _attention_of(flags: Sequence[str]) -> str:
+    """The attention backend that all servers were asked to take."""
+    flag = "--attention-backend"
+    return flags[flags.index(flag) + 1] if flag in flags else "default"
 
 
 def _point(cell: dict[str, Any]) -> Point:

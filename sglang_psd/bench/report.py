@@ -86,6 +86,7 @@ def _map(found: list[Region]) -> str:
     if not found:
         return "## The map\n\nNo row with both a stock and a PSD arm has been measured.\n"
     lost = sum(1 for region in found if region.gain < 1)
+    arms = [arm for arm in PSD_ARMS if any(arm in region.psd for region in found)]
     rows = [
         [
             region.group.draft,
@@ -93,18 +94,20 @@ def _map(found: list[Region]) -> str:
             str(region.n),
             region.group.lengths,
             region.group.acceptance.removeprefix("simulated accept length "),
+            region.group.attention,
             f"{region.stock[0]} {region.stock[1]:.0f}",
-            *(f"{region.psd[arm]:.0f}" if arm in region.psd else "–" for arm in PSD_ARMS),
+            *(f"{region.psd[arm]:.0f}" if arm in region.psd else "–" for arm in arms),
             f"**{region.winner}**",
             f"{region.gain:.2f}",
             "–" if region.total_gain is None else f"{region.total_gain:.2f}",
         ]
         for region in found
     ]
-    headers = ["draft", "k", "N", "tokens", "a", "best stock arm", *PSD_ARMS, "winner", "gain", "gain with prefill"]
+    headers = ["draft", "k", "N", "tokens", "a", "attention", "best stock arm", *arms]
+    headers += ["winner", "gain", "gain with prefill"]
     return (
         f"## The map\n\nOutput tok/s per GPU while decoding. Stock SGLang wins {lost} of {len(found)} rows. The best "
-        "stock arm is the best of those measured in the row: "
+        "stock arm is the best of those measured in the row out of "
         + ", ".join(BASELINES)
         + ".\n\n"
         + markdown_table(headers, rows)
@@ -113,21 +116,21 @@ def _map(found: list[Region]) -> str:
 
 def _choices(found: list[Region]) -> str:
     """The best of each N when k may be chosen."""
-    by_n: dict[tuple[str, str, str, int], list[Region]] = {}
+    by_n: dict[tuple[str, str, str, str, int], list[Region]] = {}
     for region in found:
         group = region.group
-        by_n.setdefault((group.target, group.draft, group.lengths, region.n), []).append(region)
+        by_n.setdefault((group.target, group.draft, group.lengths, group.attention, region.n), []).append(region)
     rows = []
-    for (target, draft, lengths, n), choices in sorted(by_n.items(), key=lambda item: item[0]):
+    for (target, draft, lengths, attention, n), choices in sorted(by_n.items(), key=lambda item: item[0]):
         stock = max(choices, key=lambda region: region.stock[1])
         psd = max(choices, key=lambda region: max(region.psd.values()))
         arm, rate = max(psd.psd.items(), key=lambda pair: pair[1])
         k_of_stock = "" if stock.stock[0] in ("plain", "replicas") else f" k={stock.group.k}"
-        cells = [f"{target}, {draft}", lengths, str(n), f"{stock.stock[0]}{k_of_stock} {stock.stock[1]:.0f}"]
+        cells = [f"{target}, {draft}", lengths, attention, str(n), f"{stock.stock[0]}{k_of_stock} {stock.stock[1]:.0f}"]
         rows.append([*cells, f"{arm} k={psd.group.k} {rate:.0f}", f"{rate / stock.stock[1]:.2f}"])
     if not rows:
         return ""
-    headers = ["models", "tokens", "N", "best stock arm", "best PSD arm", "gain"]
+    headers = ["models", "tokens", "attention", "N", "best stock arm", "best PSD arm", "gain"]
     return "## With k chosen for each N\n\nTok/s per GPU while decoding.\n\n" + markdown_table(headers, rows)
 
 
@@ -143,6 +146,7 @@ def _limits(series: Series) -> str:
         return ""
     headers = [
         "draft",
+        "attention",
         "k",
         "N",
         "arm",
@@ -167,13 +171,21 @@ def _limit_row(group: Group, arm: str, point: Point) -> list[str] | None:
         return median(point.entry, f"rounds.{name}")
 
     verify, draft, took = of("verify_ms_p50"), of("draft_ms_p50"), of("round_ms_p50")
-    if verify is None or draft is None or took is None:
+    if verify is None or draft is None or took is None or arm == "parallel, shared GPU":
         return None
-    limit = verify + draft if arm == "sequential" else 2 * max(verify, draft)
+    in_turn = arm.startswith("sequential")
+    limit = verify + draft if in_turn else 2 * max(verify, draft)
     there, back = of("handoff_to_drafter_us_p50"), of("handoff_to_target_us_p50")
-    rounds = 1 if arm == "sequential" else 2
+    rounds = 1 if in_turn else 2
     share = None if there is None or back is None else rounds * (there + back) / (took * 1e3)
-    cells = [group.draft, str(group.k), str(point.n), f"{arm} ({group.protocol})", f"{of('batch'):.0f}"]
+    cells = [
+        group.draft,
+        group.attention,
+        str(group.k),
+        str(point.n),
+        f"{arm} ({group.protocol})",
+        f"{of('batch'):.0f}",
+    ]
     cells += [f"{value:.2f}" for value in (verify, draft, took, limit, took / limit)]
     cells += [
         _percent(of("target_bubble")),
@@ -219,7 +231,7 @@ def _reference(series: Series) -> str:
 def _fair_twin(fair: Group, reference: Group) -> bool:
     return fair.protocol == "fair" and all(
         getattr(fair, name) == getattr(reference, name)
-        for name in ("target", "draft", "k", "input_len", "output_len", "acceptance")
+        for name in ("target", "draft", "k", "input_len", "output_len", "acceptance", "attention")
     )
 
 
@@ -235,6 +247,7 @@ def _memory(results: Mapping[str, dict[str, Any]]) -> str:
                 [
                     f"{arm} ({protocol})",
                     "–" if k is None else str(k),
+                    server.get("attention") or "–",
                     str(server["gpus"]),
                     shares,
                     f"{server['kv_tokens']:,}",
@@ -246,6 +259,7 @@ def _memory(results: Mapping[str, dict[str, Any]]) -> str:
     headers = [
         "arm",
         "k",
+        "attention",
         "GPUs",
         "drafter shares the target's GPU",
         "target KV tokens",

@@ -55,7 +55,7 @@ def test_map_shows_medians_of_what_was_measured(recorded: dict) -> None:
     rows = map_rows(report({"bench_tiny.json": recorded}))
     assert len(rows) == len(cells(recorded, "plain"))
     for row in rows:
-        for arm, shown in (("plain", row[5].split()[1]), ("sequential", row[6]), ("parallel", row[7])):
+        for arm, shown in (("plain", row[6].split()[1]), ("sequential", row[7]), ("parallel", row[8])):
             (cell,) = [cell for cell in cells(recorded, arm) if cell["n"] == int(row[2])]
             measured = [m["decode_tok_s"] for m in cell["measurements"]]
             assert shown == f"{statistics.median(measured):.0f}"
@@ -100,6 +100,31 @@ def test_but_not_under_other_conditions(recorded: dict, name: str) -> None:
     plain, psd = split(recorded)
     plain["settings"][name] = "another"
     assert regions(series_of([plain, psd])) == []
+
+
+def test_other_attention_backends_are_other_rows(recorded: dict) -> None:
+    other = copy.deepcopy(recorded)
+    other["settings"]["extra"] = ["--attention-backend", "fa3"]
+    rows = map_rows(report({"one.json": recorded, "other.json": other}))
+    assert sorted({row[5] for row in rows}) == ["default", "fa3"]
+    assert len(rows) == 2 * len(map_rows(report({"one.json": recorded})))
+
+
+def test_a_drafter_on_the_targets_gpu_is_an_arm_of_its_own(recorded: dict) -> None:
+    """Per GPU it has twice the rate of one on a GPU of its own; without a GPU there is nothing to tell apart."""
+    assert all(server["shared"] for server in recorded["servers"].values() if server["arm"] != "plain")
+    shared = copy.deepcopy(recorded)
+    shared["runs"][-1]["environment"]["gpus"] = ["GPU"]
+    own = copy.deepcopy(shared)
+    for server in own["servers"].values():
+        server["shared"] = False
+    slow_down(own, 2, 0.5)
+    (found, *_) = (region for region in regions(series_of([own, shared])) if region.n == 2)
+    assert list(found.psd) == ["sequential", "parallel", "sequential, shared GPU", "parallel, shared GPU"]
+    assert found.psd["sequential, shared GPU"] == pytest.approx(2 * found.psd["sequential"])
+    page = report({"own.json": own, "shared.json": shared})
+    assert "| sequential, shared GPU (fair) |" in page and "| parallel, shared GPU (fair) |" not in page
+    assert list(regions(series_of([recorded]))[0].psd) == ["sequential", "parallel"]
 
 
 def test_reference_protocol_stands_beside_the_fair_one(recorded: dict) -> None:
