@@ -1,8 +1,8 @@
 """Control messages that would end SGLang's scheduler: weights that do not fit, an idle server taken for granted.
 
-SGLang asserts that nothing runs before it gives memory back or flushes its cache after a weight update, and its way
-back from weights that do not fit reads the new checkpoint once more. Here a busy server says so, and the old weights
-return.
+SGLang asserts that nothing runs before it gives memory back or flushes its cache after a weight update, its way back
+from weights that do not fit reads the new checkpoint once more, and it raises where there is no expert distribution to
+record. Here the server says so, and the old weights return.
 """
 
 from __future__ import annotations
@@ -123,6 +123,15 @@ class ControlsMixin(_Base):
             self.weight_updater = CarefulWeightUpdater(
                 self.weight_updater, self._psd_is_idle, str(self.server_args.model_path)
             )
+
+    def expert_distribution_handle(self, recv_req: Any) -> Any:
+        """As SGLang's; where nothing is recorded the log says so: the answer has no place for it."""
+        from sglang.srt.managers.io_struct import ExpertDistributionReqOutput
+
+        if self.psd is None or self.server_args.expert_distribution_recorder_mode is not None:
+            return super().expert_distribution_handle(recv_req)
+        logger.error("Expert distributions are not recorded: start with --expert-distribution-recorder-mode.")
+        return ExpertDistributionReqOutput()
 
     def _psd_is_idle(self) -> bool:
         """Whether nothing runs or waits, once what has been launched is processed."""

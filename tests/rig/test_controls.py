@@ -72,3 +72,19 @@ def test_weights_of_another_shape_leave_the_old_ones(run_case, models, oracle) -
     replies, outputs = run_case(case)
     assert [success for success, _ in replies] == [False, True, False] and replies[0][1]
     assert_prefixes(outputs, [24] * 8, oracle.greedy(PROMPTS, target="D_mid"))
+
+
+def test_nothing_to_record_is_no_reason_to_end(run_case, models, oracle) -> None:
+    def case() -> list[Output]:
+        from sglang.srt.managers.io_struct import ExpertDistributionReq, ExpertDistributionReqType
+
+        with Rig(models, "D_same", 3) as rig:
+            rids = [rig.submit(ids, 20) for ids in PROMPTS[:2]]
+            for action in ExpertDistributionReqType:
+                rig.tell(ExpertDistributionReq(action=action))
+                rig.turn()
+            rig.run_until_done()
+            rig.idle_check()
+            return [rig.output(rid) for rid in rids]
+
+    assert_prefixes(run_case(case), [20] * 2, oracle.greedy(PROMPTS[:2]))
