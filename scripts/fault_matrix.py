@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,16 +73,21 @@ def attack_repeatedly(load: Load, url: str, name: str, repeats: int, idle: bool 
     }
 
 
-def run_losses(subject: Subject, repeats: int, note: Note) -> dict[str, Any]:
+# Rows of the first part, in this order.
+LOSSES = (*STRIKES, "SIGKILL, idle")
+
+
+def run_losses(subject: Subject, repeats: int, note: Note, chosen: Sequence[str] = LOSSES) -> dict[str, Any]:
     """The first part; ``note`` is told what has been seen after every row."""
     with subject.under_load() as (server, load):
         # What one request takes while nothing happens.
         load.await_answers(4 * load.concurrency)
         quiet = percentiles([answer.seconds for answer in load.done])
         found = {"concurrency": load.concurrency, "settings": subject.settings, "config": CONFIG}
-        found = {**found, "quiet_request_s": quiet, "rows": []}
-        for name, idle in [*((name, False) for name in STRIKES), ("SIGKILL", True)]:
-            found["rows"].append(attack_repeatedly(load, server.url, name, repeats, idle))
+        found = {**found, "quiet_request_s": quiet, "chosen": list(chosen), "rows": []}
+        for name in chosen:
+            idle = name.endswith(", idle")
+            found["rows"].append(attack_repeatedly(load, server.url, name.removesuffix(", idle"), repeats, idle))
             note(found)
         load.pause()
         wait_until_well(server.url)
@@ -140,6 +145,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="attacks of each kind (default 5)")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument(
+        "--losses", nargs="+", default=LOSSES, choices=LOSSES, metavar="FAULT", help="rows of that part"
+    )
     parser.add_argument("--out", type=Path, help="write the figures there as JSON; other parts in it are kept")
     add_flags(parser, concurrency=8, log=Path(tempfile.gettempdir(), "psd-faults.log"))
     given = parser.parse_args()
@@ -150,7 +158,8 @@ def main() -> int:
             write_result(given.out, {**known, part: {**provenance(), "result": result}})
 
     def losses() -> dict[str, Any]:
-        return run_losses(Subject.from_command_line(given), given.repeats, lambda result: write("losses", result))
+        subject = Subject.from_command_line(given)
+        return run_losses(subject, given.repeats, lambda result: write("losses", result), given.losses)
 
     runs = {"losses": losses, "wire": lambda: run_wire(given.repeats), "starts": run_starts}
     found: dict[str, Any] = {}

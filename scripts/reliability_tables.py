@@ -73,7 +73,7 @@ def losses(part: dict[str, Any]) -> str:
     if "standby" in result:
         host, gpu = result["standby"]["resident_mb"], result["standby"]["gpu_mb"]
         note += f" The standby: {host} MB of host memory" + ("." if gpu is None else f", {gpu} MB of the GPUs'.")
-    missing = {*STRIKES, "SIGKILL, idle"} - {row["fault"] for row in result["rows"]}
+    missing = set(result.get("chosen", [*STRIKES, "SIGKILL, idle"])) - {row["fault"] for row in result["rows"]}
     if missing:
         note += f" Stopped before {' and '.join(f'“{name}”' for name in sorted(missing))}."
     return f"### A drafter is lost under load, {hardware(part)}\n\n{source(part)}. {note}\n\n{table(head, rows)}\n"
@@ -170,6 +170,7 @@ def soak(result: dict[str, Any]) -> str:
 SECTIONS: tuple[tuple[str, str | None, Callable[[dict[str, Any]], str]], ...] = (
     ("faults_cpu.json", "losses", losses),
     ("faults_gpu.json", "losses", losses),
+    ("faults_gpu_rest.json", "losses", losses),
     ("faults_gpu_default.json", "losses", losses),
     ("faults_cpu.json", "wire", wire),
     ("faults_cpu.json", "starts", starts),
