@@ -177,10 +177,11 @@ class PSDSchedulerMixin(
         """Whether nothing that the drafts need ends up behind the verify that waits for them.
 
         A drafter on the same GPU computes beside it; other ranks queue nothing before they have been told. A processor
-        other than x86-64 may show the device the word that lets a verify go before it shows the drafts.
+        other than x86-64 may show the device the word that lets a verify go before it shows the drafts. With a head it
+        has been seen in the test rig only.
         """
         own_gpu = self.server_args.device == "cuda" and not self.psd_device.shared and lanes.supported()
-        return own_gpu and self.ps.tp_size == 1
+        return own_gpu and self.ps.tp_size == 1 and self.psd_handoff is None
 
     def psd_turn_of(self, slot: Slot) -> None:
         """One turn: plan, launch, finish the others."""

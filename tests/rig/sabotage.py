@@ -87,11 +87,12 @@ def scramble_requests() -> None:
     """Its picture of every open request becomes wrong, once: only handing them over again mends it."""
 
     def scramble(engine: Any) -> None:
+        engine._tell()
         for state in engine._states.values():
             state.tokens[:] = [10 + (31 * i) % 200 for i in range(len(state.tokens))]
             state.fed.clear()
 
-    _at_call(40, "DraftEngine.draft", scramble)
+    _at_call(40, "DraftEngine.draft_known", scramble)  # which every round tries first
 
 
 def spoil_weights() -> None:
