@@ -17,6 +17,7 @@ BASELINES = ("plain", "replicas", "standalone", "replicas-standalone", "eagle3",
 OWN_GPU = ("sequential", "parallel")
 SHARED_GPU = tuple(f"{arm}, shared GPU" for arm in OWN_GPU)
 PSD_ARMS = OWN_GPU + SHARED_GPU
+SIMULATED = "simulated accept length "
 # What two files must share for the arms without a draft model of one to count for the other.
 CONDITIONS = ("target", "dataset", "temperature", "waves", "extra")
 
@@ -82,7 +83,7 @@ def acceptance_of(data: dict[str, Any], k: int) -> str:
     settings = data["settings"]
     simulated = settings["simulated"].get(str(k)) or settings["environment_accept_length"]
     if simulated is not None:
-        return f"simulated accept length {float(simulated):g}"
+        return f"{SIMULATED}{float(simulated):g}"
     return "made-up weights" if settings["dummy_weights"] else "real acceptance"
 
 
@@ -198,13 +199,27 @@ def crossover(points: Sequence[tuple[int, float]]) -> list[float]:
 
 @dataclass(frozen=True)
 class Region:
-    """One line of the map."""
+    """One line of the map.
+
+    Attributes
+    ----------
+    group : Group
+    n : int
+    stock : (str, float)
+        The best stock arm and its decoding tok/s per GPU.
+    psd : dict
+        Those of PSD's arms.
+    total_gain, level_gain : float or None
+        Best PSD arm over best stock arm with prefill; and while decoding, had every arm had exactly the accept length
+        that was simulated (a few hundred draws miss it by some percent).
+    """
 
     group: Group
     n: int
     stock: tuple[str, float]
     psd: dict[str, float]
     total_gain: float | None
+    level_gain: float | None
 
     @property
     def winner(self) -> str:
@@ -230,5 +245,26 @@ def regions(series: dict[Group, dict[str, list[Point]]], protocol: str = "fair")
                 continue
             totals = best(arms, BASELINES, n, "total_per_gpu"), best(arms, PSD_ARMS, n, "total_per_gpu")
             gain = totals[1][1] / totals[0][1] if totals[0] and totals[1] else None
-            found.append(Region(group, n, stock, psd, gain))
+            found.append(Region(group, n, stock, psd, gain, _level_gain(group, arms, n)))
     return sorted(found, key=lambda region: region.gain)
+
+
+def _level_gain(group: Group, arms: dict[str, list[Point]], n: int) -> float | None:
+    prefix, _, simulated = group.acceptance.partition(SIMULATED)
+    if prefix or not simulated:
+        return None
+    sides = []
+    for side in (PSD_ARMS, BASELINES):
+        points = [point for arm in side if (point := at(arms, arm, n)) is not None]
+        rates = [rate for point in points if (rate := _level_rate(point, float(simulated))) is not None]
+        sides.append(max(rates, default=None))
+    ours, theirs = sides
+    return ours / theirs if ours and theirs else None
+
+
+def _level_rate(point: Point, accept_length: float) -> float | None:
+    """Decoding tok/s per GPU at this accept length; that of an arm without drafts does not depend on it."""
+    measured = median(point.entry, "accept_length")
+    if point.per_gpu is None or point.entry["k"] is None:
+        return point.per_gpu
+    return point.per_gpu * accept_length / measured if measured else None

@@ -127,6 +127,23 @@ def test_a_drafter_on_the_targets_gpu_is_an_arm_of_its_own(recorded: dict) -> No
     assert list(regions(series_of([recorded]))[0].psd) == ["sequential", "parallel"]
 
 
+def test_gain_at_the_simulated_accept_length(recorded: dict) -> None:
+    """What luck added to an arm's rate is taken off again; real acceptance is no luck."""
+    assert all(region.level_gain is None for region in regions(series_of([recorded])))
+    recorded["settings"]["simulated"] = {"3": 2.0}
+    for cell in recorded["cells"].values():
+        for measurement in cell["measurements"]:
+            measurement["accept_length"] = None if cell["arm"] == "plain" else 2.0
+    before = {region.n: region.gain for region in regions(series_of([recorded]))}
+    for cell in recorded["cells"].values():
+        for measurement in cell["measurements"] if cell["arm"] != "plain" else ():
+            measurement["accept_length"] *= 1.25
+            measurement["decode_tok_s_per_gpu"] *= 1.25
+    for region in regions(series_of([recorded])):
+        assert region.gain == pytest.approx(1.25 * before[region.n])
+        assert region.level_gain == pytest.approx(before[region.n])
+
+
 def test_reference_protocol_stands_beside_the_fair_one(recorded: dict) -> None:
     """The recorded cells renamed: standalone needs a GPU."""
     fair = map_rows(report({"bench_tiny.json": recorded}))
