@@ -30,7 +30,6 @@ Same requests in flight for all arms of a row, rates **per GPU**, losing regions
 past their first token, none being prefilled. Figures are medians over the measurements of a cell (least–greatest).
 `a` is the accept length (tokens per round), T_v and T_d the verify and draft time at the batch given.
 """
-LEVEL = "at just this a"
 WEAK_ACCEPTANCE = (
     "**Simulated acceptance or made-up weights isolate what the machinery costs. They are no claim about end-to-end "
     "speed, which needs real weights.**\n"
@@ -116,13 +115,14 @@ def _map(found: list[Region]) -> str:
         for region in found
     ]
     headers = ["draft", "k", "N", "tokens", "a", "attention", "best stock arm", *arms]
-    headers += ["winner", "gain", "with prefill", LEVEL]
+    headers += ["winner", "gain", "with prefill", "at just this a"]
     return (
         f"## The map\n\nOutput tok/s per GPU while decoding. Stock SGLang wins {lost} of {len(found)} rows. The best "
         "stock arm is the best of those measured in the row out of "
         + ", ".join(BASELINES)
-        + f". The gain is that of PSD's best arm over it; {LEVEL} had every arm had just the accept length that was "
-        "simulated, which short measurements miss by some percent.\n\n" + markdown_table(headers, rows)
+        + ". The gain is that of PSD's best arm over it, the last column what it would be if every arm had had just the "
+        "accept length that was simulated: short measurements miss that by some percent.\n\n"
+        + markdown_table(headers, rows)
     )
 
 
