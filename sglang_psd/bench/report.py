@@ -120,8 +120,8 @@ def _map(found: list[Region]) -> str:
         f"## The map\n\nOutput tok/s per GPU while decoding. Stock SGLang wins {lost} of {len(found)} rows. The best "
         "stock arm is the best of those measured in the row out of "
         + ", ".join(BASELINES)
-        + ". The gain is that of PSD's best arm over it; the last column is what it would be, had every arm had just the "
-        "accept length that was simulated: short measurements miss that by some percent.\n\n"
+        + ". The gain is that of PSD's best arm over it; the last column is what it would be, had every arm had just "
+        "the accept length that was simulated: short measurements miss that by some percent.\n\n"
         + markdown_table(headers, rows)
     )
 
