@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -21,11 +23,23 @@ class ServerStartError(PSDError, RuntimeError):
     """The server process ended, or did not answer, before it was ready."""
 
 
+# Below what systems hand out by themselves: a server binds its port only when all is loaded.
+PORTS = range(20_000, 32_000)
+
+
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of the loopback interface that nobody uses now.
+
+    Raises
+    ------
+    PSDError
+        There is none among a few hundred of ``PORTS``.
+    """
+    for port in random.sample(PORTS, 300):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise PSDError(f"No TCP port from {PORTS.start} to {PORTS.stop - 1} is free on the loopback interface.")
 
 
 class ServerProcess:

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 # 64 k tokens are plenty for demo and tests; SGLang would size the pool to most of the host memory.
 CPU_KV_TOKENS = 65_536
+# Read by SGLang (``sglang/srt/utils/numa_utils.py``).
+CORES_OF_RANKS = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 def cpu_only() -> bool:
@@ -66,3 +68,17 @@ def fill_server_args(args: ServerArgs) -> None:
         args.page_size = 1
     if args.max_total_tokens is None:
         args.max_total_tokens = CPU_KV_TOKENS
+    if args.tp_size > 1:
+        # Where torch is a CUDA build, SGLang finds its NCCL and takes it for usable.
+        os.environ.setdefault("SGLANG_NCCL_SO_PATH", os.devnull)
+        os.environ.setdefault(CORES_OF_RANKS, deal_cores(args.tp_size, os.cpu_count() or 1))
+
+
+def deal_cores(num_ranks: int, num_cores: int) -> str:
+    """The cores of each tensor-parallel rank, as ``CORES_OF_RANKS`` has it; SGLang wants a NUMA node for each.
+
+    Ranks share cores when there are too few.
+    """
+    each = max(1, num_cores // num_ranks)
+    first = [rank * each % num_cores for rank in range(num_ranks)]
+    return "|".join(f"{core}-{core + each - 1}" if each > 1 else str(core) for core in first)

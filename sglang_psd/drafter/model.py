@@ -274,8 +274,9 @@ def load_worker(spec: DrafterSpec, **overrides: Any) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     if spec.device == "cpu":
-        from sglang_psd.cpu.defaults import share_cores
+        from sglang_psd.cpu.defaults import CORES_OF_RANKS, share_cores
 
+        os.environ.pop(CORES_OF_RANKS, None)  # the target's ranks
         share_cores()
     args: dict[str, Any] = {
         "model_path": spec.model_path,
