@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    get_server_return_hidden_states_mode,
+)
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_psd.channel.draft_rows import DraftBatch
@@ -76,7 +81,8 @@ class PSDWorker(BaseSpecWorker):
         # Set by the scheduler: takes a path, returns why the draft model keeps its weights.
         self.update_draft: Callable[[str], str | None] = lambda path: None
         if self._head is not None:
-            capture_layers(self.model_runner.model, self._head)
+            may_be_asked_for = get_server_return_hidden_states_mode(server_args).need_capture()
+            capture_layers(self.model_runner.model, self._head, last_too=may_be_asked_for)
 
     # --- SGLang's worker contract ---------------------------------------------------------------
 
@@ -180,8 +186,7 @@ class PSDWorker(BaseSpecWorker):
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
         mode = None if self._head is None else CaptureHiddenMode.FULL
         result = self.target_worker.forward_batch_generation(batch, is_verify=True, capture_hidden_mode=mode)
-        if self._head is not None:
-            self._features = keep_features(batch, result.logits_output, 0)
+        self._features = self._keep_features(batch, result, 0)
         tokens, _ = self._sampler.sample(batch, result.logits_output, self._no_drafts(len(batch.reqs)))
         result.next_token_ids = tokens.view(-1)
         if batch.return_logprob:
@@ -215,8 +220,7 @@ class PSDWorker(BaseSpecWorker):
             result = forward()
         chain, counts = table[:, : self.chunk], drafts.counts.tolist()
         staged = StagedDrafts(on_device[:, : self.chunk], on_device[:, -1], chain, counts, *self._stage_laws(drafts))
-        if self._head is not None:
-            self._features = keep_features(batch, result.logits_output, self.chunk)
+        self._features = self._keep_features(batch, result, self.chunk)
         tokens, lengths = self._sampler.sample(batch, result.logits_output, staged)
         if self._simulated is not None:
             tokens, lengths = self._simulated.replace(tokens, staged)
@@ -227,6 +231,14 @@ class PSDWorker(BaseSpecWorker):
             self._sampler.attach_logprobs(batch, result.logits_output, tokens)
         batch.forward_mode = ForwardMode.DECODE
         return result
+
+    def _keep_features(self, batch: ScheduleBatch, result: GenerationBatchResult, width: int) -> TargetFeatures | None:
+        if self._head is None:
+            return None
+        # As SGLang's book-keeping counts the rows of a prefill (``batch_result_processor.py``).
+        mode = max(batch.return_hidden_states_mode, get_server_return_hidden_states_mode(self.server_args))
+        last_only = not mode.is_full()
+        return keep_features(batch, result.logits_output, width, self._head.feature_size, last_only=last_only)
 
     def _prepare(self, batch: ScheduleBatch) -> tuple[ForwardBatch, bool]:
         """Make ready all of a verify but its token ids: positions, KV slots, attention plan, the graph's buffers.

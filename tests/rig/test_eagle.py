@@ -14,10 +14,11 @@ from tests.heads import Replica
 from tests.models import BOS
 from tests.rig.law import exact_law, p_value
 from tests.rig.oracle import Oracle, assert_prefixes, make_prompts
-from tests.rig.rig import Output, Rig
+from tests.rig.rig import Ask, Output, Rig
 from tests.rig.test_faults import kill, lose_and_recover, run_on_a_bad_wire, stop
 from tests.rig.test_identity import staggered_lengths
 from tests.rig.test_law import ALPHA, EACH, KINDS, LENGTH, SMALL, sample
+from tests.rig.together import assert_same, plain, together
 
 RunCase = Callable[..., Any]
 TARGET_OF = {"L_e3": "L", "L_e3s": "L", "L_e1": "L", "B_e1": "B"}
@@ -282,6 +283,33 @@ def test_abort_pause_and_late_arrivals(run_case: RunCase, models: Path, oracle: 
             assert output.ids == truth[i][: len(output.ids)]
         else:
             assert_prefixes([output], [24], [truth[i]])
+
+
+@pytest.mark.parametrize("how", [True, "last"])
+@pytest.mark.parametrize("head", ["L_e3", "L_e1"])
+def test_hidden_states_that_users_ask_for(run_case: RunCase, models: Path, head: str, how: bool | str) -> None:
+    """They are the last layer's, one row a token or one an answer, whatever the head reads."""
+    target = TARGET_OF[head]
+    options = {"return_hidden_states_mode": "full" if how is True else "last", "target": target}
+    asks: list[Ask] = [(ids, 13, {"fields": {"return_hidden_states": how}}) for ids in PROMPTS[:3]]
+    asks += [(PROMPTS[3], 13, {}), (PROMPTS[4], 1, {"fields": {"return_hidden_states": how}})]
+    expected = run_case(plain, models, asks, **options)
+    found, drafts = run_case(together, models, head, 3, "overlapped", asks, disable_radix_cache=True, **options)
+    assert_same(found, expected, asks)
+    for ours, theirs, (_, _, wish) in zip(found, expected, asks):
+        shape, values = _flatten(ours.hidden_states)
+        plain_shape, plain_values = _flatten(theirs.hidden_states)
+        assert shape == plain_shape and bool(shape) == bool(wish)
+        assert values == pytest.approx(plain_values, abs=1e-4)
+    assert any(3 in each for each in drafts)
+
+
+def _flatten(rows: list) -> tuple[list[int], list[float]]:
+    """Lengths of all lists within ``rows``, and the numbers in them."""
+    if not rows or not isinstance(rows[0], list):
+        return [len(rows)] * bool(rows), list(rows)
+    parts = [_flatten(row) for row in rows]
+    return [n for shape, _ in parts for n in shape], [x for _, values in parts for x in values]
 
 
 # --- when hidden states are missing --------------------------------------------------------------
