@@ -126,6 +126,25 @@ def own_alternatives(original, serving, logprobs, use_token_index):
     return original(serving, logprobs, use_token_index or uses_psd(serving.tokenizer_manager.server_args))
 
 
+def due_across_intervals(original, streamer, *, req):
+    """A stream is due where a round has reached or passed the next multiple of its interval.
+
+    SGLang asks for a length right behind a multiple, which a round of many tokens passes over.
+    """
+    params = req.sampling_params
+    interval = params.stream_interval or streamer.default_stream_interval
+    if not is_psd(streamer.spec_algorithm) or not req.stream or req.finished():
+        return original(streamer, req=req)
+    # A floor of -1: nothing was sent yet.
+    if (len(req.output_ids) - 1) // interval == (req.send_token_offset - 1) // interval:
+        return None
+    asked, params.stream_interval = params.stream_interval, 1
+    try:
+        return original(streamer, req=req)
+    finally:
+        params.stream_interval = asked
+
+
 def run_psd_loop(original, scheduler):
     """Run the two-slot loop where the scheduler serves PSD."""
     if getattr(scheduler, "psd", None) is None:
@@ -191,6 +210,12 @@ HOOKS: tuple[Hook, ...] = (
         "IMPORT",
         None,
     ),
+    Hook(
+        "stream_interval",
+        _SRT + "managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
+        "AROUND",
+        _constant(due_across_intervals),
+    ),
     Hook("serve_help", "sglang.cli.serve.serve", "IMPORT", None),
     Hook("kernel_loader", "sgl_kernel.load_utils._load_architecture_specific_ops", "IMPORT", None),
     Hook("cpu_grammar", _SRT + "constrained.xgrammar_backend._allocate_token_bitmask", "IMPORT", None),
@@ -208,7 +233,7 @@ def resolve(target: str) -> Any:
         There is no such module or attribute.
     """
     parts = target.split(".")
-    split = next((i for i, part in enumerate(parts) if part[:1].isupper()), len(parts) - 1)
+    split = next((i for i, part in enumerate(parts) if part.lstrip("_")[:1].isupper()), len(parts) - 1)
     return pkgutil.resolve_name(".".join(parts[:split]) + ":" + ".".join(parts[split:]))
 
 

@@ -208,6 +208,19 @@ def test_rounds_per_token(run_case, models) -> None:
 # --- floods --------------------------------------------------------------------------------------
 
 
+def test_streams_keep_their_interval(run_case, models) -> None:
+    """A part comes when a round reaches the interval or passes it, also where no round ends right behind it."""
+    intervals = (1, 2, 3, 5, 8)
+    asks: list[Ask] = [(PROMPTS[0], 60, {"fields": {"stream": True}, "stream_interval": n}) for n in intervals]
+    outputs, _ = run_case(together, models, "D_same", 3, "overlapped", asks)
+    for output, interval in zip(outputs, intervals):
+        parts = [end - begin for begin, end in zip([0, *output.chunks], output.chunks)]
+        assert parts[0] == 1 and sum(parts) == 60
+        assert max(parts) < interval + 4, f"every {interval} tokens: {output.chunks}"
+        # Each but the last passes a multiple of its own.
+        assert len(parts) <= 60 // interval + 2
+
+
 @pytest.mark.parametrize("mode", ["parallel", "sequential"])
 def test_a_flood_of_single_tokens(run_case, models, oracle, mode) -> None:
     """Requests that end with their prefill never see a round; two hundred of them beside long ones."""
