@@ -50,6 +50,15 @@ class MembershipMixin(_Base):
         share = admission_share(sizes, slot.index, len(self.waiting_queue))
         return min(allowed, self.max_running_requests - sum(sizes), share)
 
+    def _get_new_batch_prefill_raw(self, *args, **kwargs):
+        """Requests pushed out for one that finds no room after all return to the queue; SGLang forgets them there."""
+        room.forget_adder()
+        batch, running = super()._get_new_batch_prefill_raw(*args, **kwargs)
+        if batch is None:
+            for req in room.pushed_out():
+                self._add_request_to_queue(req)
+        return batch, running
+
     def _psd_cut(self, slot: Slot) -> int | None:
         """How many requests ``slot`` may admit where others are left to the next slot; None where all fit here."""
         sizes = [len(s.live_requests()) for s in self.psd_slots]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -24,10 +24,13 @@ class Elsewhere:
         Requests that run there.
     cut : int or None
         How many requests this slot may admit before the rest is left to that one; None: as many as fit.
+    adder : PrefillAdder or None
+        What admits requests in the plan that is being made.
     """
 
     reqs: list[Req] = field(default_factory=list)
     cut: int | None = None
+    adder: Any = None
 
 
 _elsewhere = Elsewhere()
@@ -40,6 +43,7 @@ def set_elsewhere(reqs: Sequence[Req], cut: int | None = None) -> None:
 
 def count_elsewhere(adder) -> None:
     """Make a fresh ``PrefillAdder`` (``schedule_policy.py``) see the other slots: their future tokens, their ranks."""
+    _elsewhere.adder = adder
     adder.rem_total_token_offset += sum(adder._get_running_request_total_token_offset(req) for req in _elsewhere.reqs)
     if _elsewhere.reqs or _elsewhere.cut is not None:
         others, cut = _elsewhere.reqs, _elsewhere.cut
@@ -47,6 +51,16 @@ def count_elsewhere(adder) -> None:
         adder.preempt_to_schedule = lambda req, server_args: (
             preempts_here(adder, others, cut, server_args) and preempt(req, server_args)
         )
+
+
+def forget_adder() -> None:
+    """A plan begins; it may end before anything is admitted."""
+    _elsewhere.adder = None
+
+
+def pushed_out() -> list[Req]:
+    """Requests that gave way to one of higher priority in this plan."""
+    return [] if _elsewhere.adder is None else list(_elsewhere.adder.preempt_list)
 
 
 def preempts_here(adder, others: Sequence[Req], cut: int | None, server_args) -> bool:

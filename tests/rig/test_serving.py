@@ -13,6 +13,7 @@ from tests.rig.together import LOOPS, PROMPTS, together
 
 # --- priority ------------------------------------------------------------------------------------
 
+LONG = [BOS] + [(7 * j + j * j) % 250 + 10 for j in range(90)]
 PRIORITY = {"enable_priority_scheduling": True, "priority_scheduling_preemption_threshold": 3}
 
 
@@ -44,6 +45,25 @@ def test_an_urgent_request_pushes_out_the_least_important_one(run_case, models, 
     assert_prefixes(outputs, [40] * 4 + [12] * 2, oracle.greedy(PROMPTS[:6]))
     assert retractions[2] >= 1 and retractions[3] == 0, retractions
     assert finished[0] == 4 and finished[-1] == 2, finished
+
+
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+def test_a_request_pushed_out_in_vain_is_not_lost(run_case, models, oracle, mode) -> None:
+    """SGLang forgets the prompt when it estimates whether pushing somebody out will do."""
+
+    def case() -> list[Output]:
+        options = {"max_running_requests": 2, "max_total_tokens": 150, **PRIORITY}
+        with Rig(models, "D_mid", 3, mode, "overlapped", **options) as rig:
+            rids = [_ranked(rig, PROMPTS[0][:5], 20, 1), _ranked(rig, LONG[:60], 40, 30)]
+            rig.turns(6)
+            rids.append(_ranked(rig, LONG[3:70], 20, 20))
+            rig.run_until_done()
+            rig.idle_check()
+            return [rig.output(rid) for rid in rids]
+
+    outputs = run_case(case)
+    assert_prefixes(outputs, [20, 40, 20], oracle.greedy([PROMPTS[0][:5], LONG[:60], LONG[3:70]]))
+    assert outputs[0].retractions >= 1, "nobody was pushed out"
 
 
 def test_nobody_is_pushed_out_where_there_is_room(run_case, models, oracle) -> None:
