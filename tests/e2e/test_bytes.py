@@ -10,12 +10,15 @@ import itertools
 import json
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from sglang_psd.server_process import ServerProcess
+from tests.e2e.conftest import START_TIMEOUT_S
+from tests.e2e.flags import ENVIRONMENT, SERVE
 from tests.e2e.test_doors import generate, server_info
 
 pytestmark = pytest.mark.e2e
@@ -227,3 +230,20 @@ def test_a_lost_client_ends_all_its_answers(bytes_server: ServerProcess, client:
         psd = server_info(bytes_server.url)["internal_states"][0]["psd"]
         assert psd["rounds"] < before + 3 * 450
     assert generate(bytes_server.url, text="x", sampling_params={"max_new_tokens": 3})
+
+
+def test_several_http_processes(bytes_server: ServerProcess, models: Path, logs: Path) -> None:
+    """They know the algorithm, which SGLang lets them load no plugin for, and tokenize like a single one."""
+    flags = ["--model-path", str(models / "T"), "--max-total-tokens", "2048", "--psd-config", '{"standby": false}']
+    flags += ["--speculative-algorithm", "PSD", "--speculative-draft-model-path", str(models / "D_same")]
+    flags += ["--tokenizer-worker-num", "2", "--max-running-requests", "4"]
+    server = ServerProcess(flags, logs / "http_workers.log", SERVE, ENVIRONMENT)
+    try:
+        server.wait_ready(START_TIMEOUT_S)
+        for prompt in PROMPTS:
+            body = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 20}}
+            answer, expected = generate(server.url, **body), generate(bytes_server.url, **body)
+            assert isinstance(answer, dict) and isinstance(expected, dict)
+            assert answer["output_ids"] == expected["output_ids"] and answer["text"] == expected["text"]
+    finally:
+        server.stop()
