@@ -57,8 +57,9 @@ class EagleEngine(DraftEngine):
         self._ended.clear()
 
     def load(self, message: Load) -> Loaded:
-        """A head's matrices are in part the target's: it is replaced by starting the server with another one."""
-        return Loaded("an EAGLE head takes its weights at the server's start only.")
+        """Not for a head: the scheduler does not ask."""
+        self.reset()
+        return Loaded("an EAGLE head keeps its weights.")
 
     @torch.inference_mode()
     def take_features(self, message: Features) -> Credit:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from sglang_psd.drafter.process import DrafterProcess
     from sglang_psd.scheduler.drafts import DraftClient
+    from sglang_psd.scheduler.handoff import FeatureSender
     from sglang_psd.scheduler.launch import DrafterLauncher
 else:
     _Base = object
@@ -30,6 +31,7 @@ class RecoveryMixin(_Base):
     psd_client: DraftClient | None
     psd_process: DrafterProcess | None
     psd_launcher: DrafterLauncher
+    psd_handoff: FeatureSender | None
     psd_supervisor: DrafterSupervisor | None = None
     psd_watch: AcceptanceWatch | None = None
     psd_metrics: DrafterMetrics | None = None
@@ -53,6 +55,9 @@ class RecoveryMixin(_Base):
         """New weights for the draft model, also for drafters that are started later; says why not, if not."""
         if self.psd_client is None or not self.psd_client.usable:
             return "there is no drafter at the moment."
+        if self.psd_handoff is not None:
+            # Its matrices are in part the target's.
+            return "an EAGLE head takes its weights at the server's start only."
         args = copy.copy(self.server_args)
         object.__setattr__(args, "speculative_draft_model_path", path)
         try:

@@ -126,6 +126,26 @@ def test_draft_weights_that_do_not_fit_are_refused(run_case, models, oracle, dra
     assert all(output.accepted > 10 for output in outputs), "the old weights are gone"
 
 
+def test_an_eagle_head_keeps_its_weights(run_case, models, oracle) -> None:
+    """The target's are taken, and the head goes on with the requests it holds as if nobody had asked."""
+
+    def case() -> tuple[tuple[bool, str], list[Output], int]:
+        with Rig(models, "B_e1", 3, loop="overlapped", target="B") as rig:
+            rids = [rig.submit(ids, 40) for ids in PROMPTS]
+            rig.turns(12)
+            reply = _update(rig, models / "B", models / "B_e1", flush_cache=False)
+            rig.ask_drafter()  # both sides compare what is open
+            resyncs = rig.scheduler.psd_client.resyncs
+            rig.run_until_done()
+            rig.idle_check()
+            return reply, [rig.output(rid) for rid in rids], resyncs
+
+    (success, message), outputs, resyncs = run_case(case)
+    assert not success and "The target has its new weights" in message and "server's start only" in message
+    assert_prefixes(outputs, [40] * 8, oracle.greedy(PROMPTS, target="B"))
+    assert resyncs == 0 and sum(output.accepted for output in outputs) > 20
+
+
 def test_memory_released_and_resumed(run_case, models, oracle) -> None:
     """SGLang's two calls around a weight update; without a GPU there is nothing to give back, the rest is the same."""
 
