@@ -48,6 +48,8 @@ class CarefulWeightUpdater:
         """As SGLang's; an answer without success instead of a failed assertion, and the old weights after a misfit."""
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 
+        from sglang_psd.target.worker import TARGET_ALONE
+
         if recv_req.flush_cache and not self._idle():
             return UpdateWeightFromDiskReqOutput(success=False, message=BUSY)
         try:
@@ -59,8 +61,10 @@ class CarefulWeightUpdater:
             if not success:
                 raise RuntimeError(f"the old weights could not be loaded again: {message}") from error
             recv_req.model_path = path
-            return UpdateWeightFromDiskReqOutput(success=False, message=f"{type(error).__name__}: {error}")
-        if output.success:
+            reason = f"{type(error).__name__}: {error}; the weights of {self._model_path} are loaded again."
+            return UpdateWeightFromDiskReqOutput(success=False, message=reason)
+        # A draft that keeps its weights makes an answer without success.
+        if output.success or output.message.startswith(TARGET_ALONE):
             self._model_path = recv_req.model_path
         return output
 

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 # Where ``manifest`` of ``update_weights_from_disk`` names a checkpoint for the draft model.
 DRAFT_PATH = "draft_model_path"
 BOTH_UPDATED = "Succeeded to update model weights of the target and of the draft model."
+TARGET_ALONE = "The target has its new weights, the draft model keeps its own"
 TARGET_UPDATED = (
     "Succeeded to update model weights of the target; the draft model keeps its own, which changes how many drafts are "
     "accepted and nothing else."
@@ -110,7 +111,7 @@ class PSDWorker(BaseSpecWorker):
         problem = self.update_draft(str(path))
         if problem is None:
             return True, BOTH_UPDATED
-        return False, f"The target has its new weights, the draft model keeps its own: {problem}"
+        return False, f"{TARGET_ALONE}: {problem}"
 
     def update_weights_from_ipc(self, recv_req):
         """Nothing to load here; the scheduler updates the target itself."""

@@ -74,6 +74,27 @@ def test_weights_of_another_shape_leave_the_old_ones(run_case, models, oracle) -
     assert_prefixes(outputs, [24] * 8, oracle.greedy(PROMPTS, target="D_mid"))
 
 
+def test_the_way_back_leads_to_the_weights_loaded_last(run_case, models, oracle) -> None:
+    """Also where the answer was without success because the draft model kept its own."""
+
+    def case() -> tuple[list[tuple[bool, str]], list[Output]]:
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        with Rig(models, "D_same", 3) as rig:
+            draft = {"draft_model_path": str(models / "D_hid")}
+            request = UpdateWeightFromDiskReqInput(model_path=str(models / "D_mid"), load_format="auto", manifest=draft)
+            reply = rig.scheduler.weight_updater.update_weights_from_disk(request)
+            replies = [(reply.success, reply.message), _update(rig, models / "D_hid")]
+            outputs = rig.run([(ids, 24, {}) for ids in PROMPTS])
+            rig.idle_check()
+            return replies, outputs
+
+    replies, outputs = run_case(case)
+    assert [success for success, _ in replies] == [False, False]
+    assert f"the weights of {models / 'D_mid'} are loaded again" in replies[1][1]
+    assert_prefixes(outputs, [24] * 8, oracle.greedy(PROMPTS, target="D_mid"))
+
+
 def test_nothing_to_record_is_no_reason_to_end(run_case, models, oracle) -> None:
     def case() -> list[Output]:
         from sglang.srt.managers.io_struct import ExpertDistributionReq, ExpertDistributionReqType
