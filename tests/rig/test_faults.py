@@ -229,26 +229,44 @@ def test_the_breaker_ends_in_off(run_case, models, oracle) -> None:
 
 
 def run_watched(models: Path, broken: Callable[[], None], requests: int) -> tuple[list[Output], dict, float]:
-    """Many requests over small windows; returns outputs, report and the accept rate of the last window."""
+    """Many requests over small windows; returns outputs, report and the accept rate of the last window.
+
+    Requests go on until acceptance is well again after it had collapsed, or drafting has ended: where the machine is
+    busy, rounds run without drafts, and windows take longer to fill.
+    """
     from sglang_psd.scheduler import acceptance_watch
+    from sglang_psd.scheduler.acceptance_watch import Verdict
 
     acceptance_watch.WINDOW_DRAFTS = 150
+    judge, verdicts = acceptance_watch.AcceptanceWatch._judge, []
+
+    def note(self):
+        verdicts.append(judge(self))
+        return verdicts[-1]
+
+    acceptance_watch.AcceptanceWatch._judge = note  # type: ignore[method-assign]
     with Rig(models, "D_same", sabotage=broken, config={"acceptance_floor": 0.3}, loop="overlapped") as rig:
-        rids = [rig.submit(PROMPTS[i % 9], 48) for i in range(requests)]
-        outputs = finish(rig, rids)
+        outputs: list[Output] = []
+
+        def settled() -> bool:
+            well = rig.scheduler.psd_watch.latest > 0.9
+            return Verdict.REOPEN in verdicts and (well or Verdict.OFF in verdicts)
+
+        while len(outputs) < 10 * requests and not settled():
+            outputs += finish(rig, [rig.submit(PROMPTS[i % 9], 48) for i in range(requests)])
         rig.turns(3)
         return outputs, rig.scheduler.psd_report(), rig.scheduler.psd_watch.latest
 
 
-def test_collapsed_acceptance_is_mended_by_opening_again(run_case, models, oracle, caplog) -> None:
-    outputs, report, latest = run_case(run_watched, models, sabotage.scramble_requests, 60)
-    assert_prefixes(outputs, [48] * 60, [oracle.greedy(PROMPTS)[i % 9] for i in range(60)])
+def test_collapsed_acceptance_is_mended_by_opening_again(run_case, models, oracle) -> None:
+    outputs, report, latest = run_case(run_watched, models, sabotage.scramble_requests, 63)
+    assert_prefixes(outputs, [48] * len(outputs), oracle.greedy(PROMPTS) * (len(outputs) // 9))
     assert report["mode"] == "parallel" and latest > 0.9
 
 
 def test_acceptance_that_stays_collapsed_ends_drafting(run_case, models, oracle) -> None:
-    outputs, report, latest = run_case(run_watched, models, sabotage.spoil_weights, 60)
-    assert_prefixes(outputs, [48] * 60, [oracle.greedy(PROMPTS)[i % 9] for i in range(60)])
+    outputs, report, latest = run_case(run_watched, models, sabotage.spoil_weights, 63)
+    assert_prefixes(outputs, [48] * len(outputs), oracle.greedy(PROMPTS) * (len(outputs) // 9))
     assert report["mode"] == "off" and report["drafter"]["state"] == "given up" and latest < 0.1
     assert "accept rate" in report["drafter"]["failure"]
 
