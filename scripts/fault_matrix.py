@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.faults.load import Load
 from scripts.faults.standby import standby_cost
 from scripts.faults.starts import STARTS, try_start
-from scripts.faults.strikes import STRIKES, Recovery, drafter_of, strike, wait_until_well
+from scripts.faults.strikes import LOSSES, STRIKES, Recovery, drafter_of, strike, wait_until_well
 from scripts.faults.subject import CONFIG, Subject, add_flags
 from scripts.record_result import provenance, write_result
 
@@ -71,10 +71,6 @@ def attack_repeatedly(load: Load, url: str, name: str, repeats: int, idle: bool 
         "errors": errors[:5],
         "request_s": percentiles([answer.seconds for answer in seen]) if seen else None,
     }
-
-
-# Rows of the first part, in this order.
-LOSSES = (*STRIKES, "SIGKILL, idle")
 
 
 def run_losses(subject: Subject, repeats: int, note: Note, chosen: Sequence[str] = LOSSES) -> dict[str, Any]:

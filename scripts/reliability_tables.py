@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.faults.strikes import STRIKES
+from scripts.faults.strikes import LOSSES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -73,7 +73,7 @@ def losses(part: dict[str, Any]) -> str:
     if "standby" in result:
         host, gpu = result["standby"]["resident_mb"], result["standby"]["gpu_mb"]
         note += f" The standby: {host} MB of host memory" + ("." if gpu is None else f", {gpu} MB of the GPUs'.")
-    missing = set(result.get("chosen", [*STRIKES, "SIGKILL, idle"])) - {row["fault"] for row in result["rows"]}
+    missing = set(result.get("chosen", LOSSES)) - {row["fault"] for row in result["rows"]}
     if missing:
         note += f" Stopped before {' and '.join(f'“{name}”' for name in sorted(missing))}."
     return f"### A drafter is lost under load, {hardware(part)}\n\n{source(part)}. {note}\n\n{table(head, rows)}\n"

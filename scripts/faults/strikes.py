@@ -69,6 +69,10 @@ STRIKES: dict[str, Callable[[psutil.Process], None]] = {
 }
 
 
+# What ``fault_matrix.py`` does to a drafter under load, in this order; the last while nothing runs.
+LOSSES = (*STRIKES, "SIGKILL, idle")
+
+
 @dataclass
 class Recovery:
     """Seconds from the attack.

@@ -8,6 +8,7 @@ from typing import Any
 from sglang_psd.bench.map import (
     BASELINES,
     PSD_ARMS,
+    SHARED_GPU,
     SIMULATED,
     Group,
     Point,
@@ -183,7 +184,7 @@ def _limit_row(group: Group, arm: str, point: Point) -> list[str] | None:
         return median(point.entry, f"rounds.{name}")
 
     verify, draft, took = of("verify_ms_p50"), of("draft_ms_p50"), of("round_ms_p50")
-    if verify is None or draft is None or took is None or arm == "parallel, shared GPU":
+    if verify is None or draft is None or took is None or arm == SHARED_GPU[1]:
         return None
     in_turn = arm.startswith("sequential")
     limit = verify + draft if in_turn else 2 * max(verify, draft)

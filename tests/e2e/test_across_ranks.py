@@ -18,7 +18,8 @@ from sglang_psd.resources import TINY_TARGET
 from sglang_psd.server_process import ServerProcess
 from tests.e2e.conftest import MAX_TOKENS, START_TIMEOUT_S
 from tests.e2e.flags import BASE_FLAGS, ENVIRONMENT, ON_GPU, PSD_FLAGS
-from tests.e2e.test_doors import generate, server_info
+from tests.e2e.test_doors import generate
+from tests.e2e.test_lifecycle import psd_section, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(ON_GPU, reason="tests/gpu has a case of its own")]
 
@@ -46,11 +47,6 @@ def url(logs: Path) -> Iterator[str]:
         yield server.url
     finally:
         server.stop()
-
-
-def psd_section(url: str) -> dict:
-    """The ``psd`` section of ``/server_info``."""
-    return server_info(url)["internal_states"][0]["psd"]
 
 
 def test_greedy_texts_are_those_of_one_rank_without_drafts(url: str, plain: dict) -> None:
@@ -100,11 +96,7 @@ def test_aborts_and_a_lost_drafter(url: str, plain: dict) -> None:
         try:
             leave()
             psutil.Process(before["pid"]).kill()
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while (now := psd_section(url)["drafter"])["state"] != "up" or now["pid"] == before["pid"]:
-                assert time.monotonic() < deadline, now
-                assert not asking.done() or asking.result() is None
-                time.sleep(0.2)
+            wait_for(url, lambda psd: psd["drafter"]["state"] == "up" and psd["drafter"]["pid"] != before["pid"])
         finally:
             done.set()
         asking.result()
