@@ -6,7 +6,8 @@
 One server (the embedded pair), clients that never stop, SIGKILL and SIGSTOP in turn. Every answer is compared with
 plain SGLang's: on a GPU the server runs with SGLang's deterministic kernels (``tests/e2e/flags.py``), unless
 ``--settings default`` asks for the usual ones. The file is written after every attack: a run that is cut short leaves
-what it has seen.
+what it has seen. At the end, with no request running, it is measured what the standby holds; where another program
+comes or goes on the same GPU just then, its memory is counted, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import psutil
 
 from scripts.fault_matrix import Note, percentiles
 from scripts.faults.load import psd_section
-from scripts.faults.strikes import STRIKES, drafts, strike, wait_for
+from scripts.faults.standby import standby_cost
+from scripts.faults.strikes import STRIKES, drafter_of, drafts, strike, wait_for, wait_until_well
 from scripts.faults.subject import CONFIG, Subject, add_flags
 from scripts.record_result import provenance, write_result
 from sglang_psd.server_process import ServerProcess
@@ -80,8 +82,12 @@ def soak(subject: Subject, minutes: float, every_s: float, note: Note) -> dict[s
             samples.append({"at_s": round(elapsed), "resident_mb": round(resident_mb(server), 1)})
             print(f"{elapsed:6.0f} s: {len(load.done)} requests, {json.dumps(strikes[-1])}, {samples[-1]}", flush=True)
             note(found())
+        load.pause()
+        wait_until_well(server.url)
+        standby = standby_cost(drafter_of(server.url))
+        load.resume()
         load.stop()
-        return found()
+        return {**found(), "standby": standby}
 
 
 def main() -> int:

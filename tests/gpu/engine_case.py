@@ -9,6 +9,18 @@ from transformers import AutoTokenizer
 
 from sglang_psd.resources import TINY_TARGET, load_prompts
 
+NUM_HIDDEN = 4  # answers whose hidden states are printed
+
+
+def hidden_states(meta: dict) -> list[list[float]] | None:
+    """A row for each output token but the last, in the order of the text; None where nobody asked for them."""
+    parts = meta.get("hidden_states")
+    if parts is None:
+        return None
+    prompt, *steps = parts  # the prompt's last row belongs to the first token
+    rows = [prompt[-1], *steps]
+    return [[round(value, 3) for value in row] for row in rows]
+
 
 def main() -> None:
     case = json.loads(sys.argv[1])
@@ -25,6 +37,8 @@ def main() -> None:
         room = [engine.server_args.context_length - len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
         sampling = [{"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True} for tokens in room]
     options = {"return_logprob": True, "top_logprobs_num": 2} if case["with_gaps"] else {}
+    if case["engine"].get("return_hidden_states_mode"):
+        options["return_hidden_states"] = True
     for prompt in prompts:  # read each alone: see tests/e2e/engine_plain.py
         engine.generate(prompt, {"temperature": 0, "max_new_tokens": 1})
     engine.generate(prompts, sampling, **options)
@@ -40,6 +54,7 @@ def main() -> None:
         else None,
         "accept": [answer["meta_info"].get("spec_accept_length") for answer in answers],
         "verifies": [answer["meta_info"].get("spec_verify_ct") for answer in answers],
+        "hidden_states": [hidden_states(answer["meta_info"]) for answer in answers[:NUM_HIDDEN]],
         "psd": info.get("psd"),
         "ready_s": round(ready_s, 1),
         "wall_s": round(wall_s, 3),

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -94,15 +95,21 @@ def plain_case(name: str) -> str:
     return f"plain{backend}" + next((end for end in ("_exact", "_end") if name.endswith(end)), "")
 
 
-def needs_two_gpus(name: str) -> bool:
-    """Whether a case has a GPU for each model."""
-    return not name.startswith(("plain", "shared_gpu"))
+def runs_here(engine: dict) -> bool:
+    """Whether this machine has a GPU for each model that wants one of its own."""
+    own_gpu = engine.get("speculative_algorithm") == "PSD" and engine.get("psd_drafter_device") != "cuda:0"
+    return NUM_GPUS > 1 or not own_gpu
+
+
+def parameters(known: dict[str, dict], names: Iterable[str]) -> list:
+    """Names of cases among those ``known``, the ones that this machine has no GPUs for being skipped."""
+    skip = pytest.mark.skip(reason="needs two GPUs: one for each model")
+    return [pytest.param(name, marks=() if runs_here(known[name]) else skip) for name in names]
 
 
 def cases(*names: str) -> list:
-    """Parameters for cases, those that this machine has no GPUs for being skipped."""
-    skip = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs: one for each model")
-    return [pytest.param(name, marks=skip if needs_two_gpus(name) else ()) for name in names]
+    """Parameters for cases of this file."""
+    return parameters(CASES, names)
 
 
 def start_case(name: str) -> subprocess.Popen:
@@ -136,7 +143,7 @@ def wanted_cases(items: list[pytest.Item]) -> set[str]:
     if any(item.name == "test_parallel_mode_overlaps" for item in items):
         names |= {"parallel_k3", "sequential_k3"}
     names |= {plain_case(name) for name in names if name}
-    return {name for name in names if name and (NUM_GPUS > 1 or not needs_two_gpus(name))}
+    return {name for name in names if name and runs_here(CASES[name])}
 
 
 @pytest.fixture(scope="session")
