@@ -74,41 +74,50 @@ class EagleEngine(DraftEngine):
         if min(counts, default=0) < 0 or message.offset + sum(counts) > self._mailbox.rows:
             raise ProtocolError("The drafter channel announced hidden states that the mailbox has no room for.")
         copies = self._mailbox.read(message.offset, sum(counts)).split(counts)
+        waiting = self._num_waiting()
         for row, features in zip(message.rows, copies):
             state = self._states.get(row.rid)
             if state is not None and row.count and self._usable(state, 0):
-                self._receive(state, row.first, features)
+                waiting = self._receive(state, row.first, features, waiting)
                 state.ahead = list(row.tokens)
         if self._model.device != "cpu":
             torch.cuda.current_stream().synchronize()  # the writer must not be told before the copies are made
         return Credit(message.end)
 
-    def _receive(self, state: HeadState, first: int, rows: torch.Tensor) -> None:
+    def _num_waiting(self) -> int:
+        """Hidden states received and not fed, of all open requests."""
+        return sum(state.num_waiting for state in self._states.values())
+
+    def _receive(self, state: HeadState, first: int, rows: torch.Tensor, waiting: int) -> int:
+        """Take over a request's rows; ``waiting`` and what is returned are ``_num_waiting`` before and after."""
         # Rows wait on the device: a request that finds no room in the pool must not pile them up there.
-        crowded = sum(s.known - s.fed for s in self._states.values()) > self._mailbox.rows
+        crowded = waiting > self._mailbox.rows
+        before = state.num_waiting
         if crowded:
             state.begin_anew(first)
-        elif not state.known and first:
-            self._inherit(state, first)
+        elif not state.known and first and self._inherit(state, first):
+            waiting, before = self._num_waiting(), state.num_waiting
         if not state.receive(first, rows) or crowded:
             self._model.release(state)
+        return waiting + state.num_waiting - before
 
-    def _inherit(self, state: HeadState, length: int) -> None:
-        """Begin a context at position ``length`` with the KV of a request that began alike, if there is one."""
+    def _inherit(self, state: HeadState, length: int) -> bool:
+        """Begin a context at position ``length`` with the KV of a request that began alike; whether there is one."""
         found = self._ended.find(state, length, self._states.values())
         if found is None:
-            return
+            return False
         source, usable = found
         keep = 1 if self._states.get(source.rid) is source else 0
         with self._ended.in_use(source):
             while (missing := usable - source.start - source.fed) > 0:
                 if not self._feed([source], min(PREFILL_CHUNK, missing), keep):
-                    return
+                    return True
             count = usable - source.start
             if self._reserve([state], [count])[0]:
                 self._model.copy_kv(source, state, count)
                 state.solid = source.solid if usable == length else length
                 state.start, state.known, state.fed = length - count, count, count
+        return True
 
     @torch.inference_mode()
     def close(self, message: Close) -> None:
@@ -155,8 +164,23 @@ class EagleEngine(DraftEngine):
         granted = self._reserve(ready, [len(s.tokens) - s.start + num_steps - 2 for s in ready])
         return [state for state, has_room in zip(ready, granted) if has_room]
 
+    def _num_positions(self, state: HeadState) -> int:  # type: ignore[override]
+        return len(state.tokens) - state.start
+
+    @torch.inference_mode()
     def use_pause(self) -> None:
-        """Nothing to do ahead: the next chain needs the target's hidden states."""
+        """Take slots for the next chain; everything else of it needs the target's hidden states.
+
+        Ended requests give way: a round that finds no room would have to wait for that.
+        """
+        last, self._last = self._last, None
+        if last is None:
+            return
+        while not self._plenty and self._ended.evict():
+            pass
+        if self._plenty:
+            standing = [state for state in last[0] if self._states.get(state.rid) is state]
+            self._take_slots_ahead(standing, 2 * last[1].tokens.shape[1] + 1)
 
     @torch.inference_mode()
     def _feed(self, states: list[HeadState], budget: int, keep: int = 1) -> bool:

@@ -215,19 +215,29 @@ class DraftEngine:
             for state, drafts in zip(last[0], last[1].tokens)
             if self._states.get(state.rid) is state and state.num_fed == len(state.tokens) + num_steps - 1
         ]
-        if self._model.free_kv_tokens > FREE_SHARE * self._model.kv_tokens:
+        if self._plenty:
             self._take_slots_ahead([state for state, _ in standing], 2 * num_steps + 1)
         if not self.spec.shares_device:
             for state, draft in standing:
                 state.note_last(draft)
 
-    def _take_slots_ahead(self, states: list[DraftState], needed: int) -> None:
+    @property
+    def _plenty(self) -> bool:
+        """Whether slots may be taken that nobody needs yet."""
+        return self._model.free_kv_tokens > FREE_SHARE * self._model.kv_tokens
+
+    def _num_positions(self, state: DraftState) -> int:
+        """Slots that a request's tokens take when all have KV."""
+        return len(state.tokens)
+
+    def _take_slots_ahead(self, states: Sequence[DraftState], needed: int) -> None:
         """Make sure that each request has ``needed`` slots behind its tokens, as far as there is context and pool."""
-        taken = needed
+        taken, lengths = needed, [self._num_positions(state) for state in states]
         if self.spec.shares_device:
-            states = [state for state in states if state.num_slots < len(state.tokens) + needed]
+            short = [i for i, state in enumerate(states) if state.num_slots < lengths[i] + needed]
+            states, lengths = [states[i] for i in short], [lengths[i] for i in short]
             taken = needed * ROUNDS_AHEAD
-        self._model.reserve_all(states, [min(len(s.tokens) + taken, self._model.context_len) for s in states])
+        self._model.reserve_all(states, [min(length + taken, self._model.context_len) for length in lengths])
 
     def _usable(self, state: Pooled, num_steps: int) -> bool:
         return len(state.tokens) + num_steps <= self._model.context_len

@@ -123,6 +123,11 @@ class HeadState:
         return self.fed
 
     @property
+    def num_waiting(self) -> int:
+        """Hidden states received and not fed."""
+        return self.known - self.fed
+
+    @property
     def feedable(self) -> int:
         """Waiting rows whose next token, which is fed with them, is committed."""
         return min(self.known, len(self.tokens) - 1 - self.start) - self.fed

@@ -142,8 +142,9 @@ class DrafterLoop:
                 if row.rid in overtaken:
                     self._engine.commit(row)
             rows = [row for row in rows if row.rid not in overtaken]
-        cold = [row for row in rows if self._engine.backlog(row.rid)]
-        warm = rows if not cold else [row for row in rows if not self._engine.backlog(row.rid)]
+        behind = [self._engine.backlog(row.rid) > 0 for row in rows]
+        warm = [row for row, late in zip(rows, behind) if not late]
+        cold = [row for row, late in zip(rows, behind) if late]
         for group in (warm, cold):
             if group:
                 self._send(self._engine.draft(message.round_id, group, message.num_steps, received_s))

@@ -430,8 +430,12 @@ class Rig:
         number = client.ping()
 
         def answered() -> bool:
-            # On a busy machine the answer to an earlier ping may still be on its way.
-            return client.stats is not None and client.stats.ping_id == number
+            nonlocal client, number
+            if client is not self.scheduler.psd_client:  # the drafter was lost meanwhile
+                client = self.scheduler.psd_client
+                number = client.ping()
+            # On a busy machine the answer to an earlier ping may still be on its way, or a later one be there already.
+            return client.stats is not None and client.stats.ping_id >= number
 
         self.run_until(answered, "an answer of the drafter", within_s=20)
         return client.stats

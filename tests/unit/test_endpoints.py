@@ -199,10 +199,15 @@ def test_a_flood_from_a_stranger_is_cut_off(endpoint, monkeypatch) -> None:
         socket.send(b"x" * 100_000)
         assert reader.receive(0.3) is None
         context.destroy(linger=0)
-        good = Channel(endpoint.address, bind=False)
-        good.send_patiently(m.Ping(1), 0.05, lambda: True)
-        assert reader.receive(5.0) == m.Ping(1)
-        good.close()
+        # A pair takes one peer: whoever comes before the stranger's end has been noticed is turned away.
+        for _ in range(20):
+            good = Channel(endpoint.address, bind=False)
+            good.send_patiently(m.Ping(1), 0.05, lambda: True)
+            received = reader.receive(1.0)
+            good.close()
+            if received is not None:
+                break
+        assert received == m.Ping(1)
     finally:
         context.destroy(linger=0)
         reader.close()
