@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from pathlib import Path
 import psutil
 
 from sglang_psd.errors import PSDError
+
+# "ValueError: …", "torch.OutOfMemoryError: …": as a traceback ends.
+_RAISED = re.compile(r"[\w.]*(Error|Exception): \S")
 
 
 class ServerStartError(PSDError, RuntimeError):
@@ -40,6 +44,13 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise PSDError(f"No TCP port from {PORTS.start} to {PORTS.stop - 1} is free on the loopback interface.")
+
+
+def cause_in(log: str) -> str:
+    """The message of the last exception that a log shows, else its last line; a parent's clean-up comes after it."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    raised = [line for line in lines if _RAISED.match(line)]
+    return (raised or lines or [""])[-1]
 
 
 class ServerProcess:
@@ -125,6 +136,10 @@ class ServerProcess:
         """Last lines of the server's log."""
         text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
+
+    def cause(self) -> str:
+        """The line of the log that says why the server ended: its last exception, else its last line."""
+        return cause_in(self.log_tail(200))
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """End the launcher and every process below it, by their own pids."""

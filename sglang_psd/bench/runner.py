@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ class Runner:
             try:
                 process.wait_ready(self.options.start_timeout)
             except ServerStartError as error:
-                said = process.log_tail(1)[-200:]
+                said = self._portable(process.cause())[:200]
                 for cell in todo:
                     self._note_error(cell, server.repeat, f"the server did not start: {said}", str(error))
                     done(cell)
@@ -190,8 +191,11 @@ class Runner:
 
     def _portable(self, text: str) -> str:
         """Without this machine's paths: what a reader elsewhere can use."""
-        for path, name in ((str(self.work), "$LOGS"), (f"{PACKAGE.parent}/", ""), (f"{sys.prefix}/", "")):
-            text = text.replace(path, name)
+        sglang = find_spec("sglang")
+        installed = (sglang and sglang.submodule_search_locations) or []
+        text = text.replace(str(self.work), "$LOGS")
+        for folder in (PACKAGE.parent, *(Path(package).parent for package in installed), sys.prefix):
+            text = text.replace(f"{folder}/", "")
         return text
 
     # --- one cell -------------------------------------------------------------------------------
