@@ -42,7 +42,9 @@ def source(part: dict[str, Any]) -> str:
 
 def hardware(part: dict[str, Any]) -> str:
     """For a heading."""
-    return "without a GPU" if part["machine"].endswith("no GPU") else "on GPUs"
+    if part["machine"].endswith("no GPU"):
+        return "without a GPU"
+    return "both models on one GPU" if ", 1 x " in part["machine"] else "on two GPUs"
 
 
 def losses(part: dict[str, Any]) -> str:
@@ -69,14 +71,19 @@ def losses(part: dict[str, Any]) -> str:
     ]
     quiet, hung = spread(result["quiet_request_s"]), result["config"]["hung_after_s"]
     note = f"{result['concurrency']} clients; `hung_after_s` {hung}; a request without any fault: {quiet} s."
-    note += default_settings(result, sum(row["other_texts"] for row in result["rows"]))
-    if "standby" in result:
-        host, gpu = result["standby"]["resident_mb"], result["standby"]["gpu_mb"]
-        note += f" The standby: {host} MB of host memory" + ("." if gpu is None else f", {gpu} MB of the GPUs'.")
+    note += default_settings(result, sum(row["other_texts"] for row in result["rows"])) + standby(result)
     missing = set(result.get("chosen", LOSSES)) - {row["fault"] for row in result["rows"]}
     if missing:
         note += f" Stopped before {' and '.join(f'“{name}”' for name in sorted(missing))}."
     return f"### A drafter is lost under load, {hardware(part)}\n\n{source(part)}. {note}\n\n{table(head, rows)}\n"
+
+
+def standby(result: dict[str, Any]) -> str:
+    """What the standby holds, where that was measured."""
+    if "standby" not in result:
+        return ""
+    host, gpu = result["standby"]["resident_mb"], result["standby"]["gpu_mb"]
+    return f" The standby: {host} MB of host memory" + ("." if gpu is None else f", {gpu} MB of the GPUs'.")
 
 
 def default_settings(result: dict[str, Any], other_texts: int) -> str:
@@ -158,7 +165,7 @@ def soak(result: dict[str, Any]) -> str:
         ["request, s p50/p99", spread(result["request_s"])],
         ["memory of all processes, first and last attack", f"{resident[0]:.0f}, {resident[-1]:.0f} MB"],
     ]
-    note = default_settings(result, result["other_texts"])
+    note = default_settings(result, result["other_texts"]) + standby(result)
     planned = re.search(r"--minutes ([0-9.]+)", result["command"])
     if planned and result["minutes"] < float(planned[1]):
         note += f" Cut off after {result['minutes']} minutes."
@@ -172,6 +179,7 @@ SECTIONS: tuple[tuple[str, str | None, Callable[[dict[str, Any]], str]], ...] = 
     ("faults_gpu.json", "losses", losses),
     ("faults_gpu_rest.json", "losses", losses),
     ("faults_gpu_default.json", "losses", losses),
+    ("faults_one_gpu.json", "losses", losses),
     ("faults_cpu.json", "wire", wire),
     ("faults_cpu.json", "starts", starts),
     ("faults_gpu.json", "starts", starts),
@@ -180,6 +188,7 @@ SECTIONS: tuple[tuple[str, str | None, Callable[[dict[str, Any]], str]], ...] = 
     ("soak_gpu_short.json", None, soak),
     ("soak_gpu.json", None, soak),
     ("soak_gpu_default.json", None, soak),
+    ("soak_one_gpu.json", None, soak),
 )
 
 
