@@ -166,8 +166,8 @@ def process_chunk(
     drafts : sequence of sequence of int
         The drafts of each request, at most ``N - 1``.
     reading : Req, optional
-        The request whose prompt goes on after this forward. SGLang calls its processor for each part of a prompt, so that
-        what the processor remembers depends on how prompts happened to be cut.
+        The request whose prompt goes on after this forward. SGLang calls its processor for each part of a prompt, so
+        that what the processor remembers depends on how prompts happened to be cut.
     """
     from sglang.srt.utils.async_probe import sanitize_nan_logits
 

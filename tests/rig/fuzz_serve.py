@@ -281,6 +281,7 @@ def serve(models: Path, scenario: Scenario) -> Served:
         made = [(greedy[draft.rid], draft) for draft in taken if draft.rid in greedy and draft.drafts]
         served.drafts = made[:: max(1, len(made) // REPLICATED)]
         rig.scheduler.psd_client.give_up("the test wants none")
+        rig.scheduler.psd_supervisor.give_up("the test wants none")
         served.seeded = _again(rig, player, scenario)
         return served
 
