@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.models import BOS
 from tests.rig.oracle import LONGEST, assert_prefixes, make_prompts
 from tests.rig.rig import Output, Rig
 
@@ -212,24 +213,24 @@ def test_single_requests_do_not_starve_each_other(run_case, models, oracle, pool
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("k", [3, 12, 31])
-def test_nobody_ends_for_memory_that_others_hold(run_case, models, oracle, k, loop) -> None:
-    """A pool for the largest request alone: whoever is in its way gives way, in either slot, just read or long there."""
-    longest = max(map(len, PROMPTS))
+def test_nobody_ends_for_memory_that_others_hold(run_case, models, oracle, loop) -> None:
+    """A pool for the largest request alone: whoever is in its way gives way, in either slot, also if just read."""
+    long = [BOS] + [(7 * j + j * j) % 250 + 10 for j in range(90)]
+    prompts = [ids if i % 3 else [*long[: 60 + 3 * i], ids[-1]] for i, ids in enumerate(PROMPTS)]
 
     def case() -> list[Output]:
-        options = {"max_total_tokens": longest + 20 + k, "schedule_conservativeness": 0.05}
-        with Rig(models, "D_mid", k, loop=loop, **options) as rig:
+        options = {"max_total_tokens": max(map(len, prompts)) + 20 + 31, "schedule_conservativeness": 0.05}
+        with Rig(models, "D_mid", 31, loop=loop, **options) as rig:
             rids = []
             for i in range(27):
-                rids.append(rig.submit(PROMPTS[i % 9], 20))
+                rids.append(rig.submit(prompts[i % 9], 20))
                 rig.turns(i % 4)
             rig.run_until_done()
             rig.idle_check()
             return [rig.output(rid) for rid in rids]
 
     outputs = run_case(case)
-    assert_prefixes(outputs, [20] * 27, oracle.greedy(PROMPTS) * 3)
+    assert_prefixes(outputs, [20] * 27, oracle.greedy(prompts) * 3)
     assert sum(output.retractions for output in outputs) > 0, "the pool was not small enough for this test"
 
 
