@@ -88,6 +88,8 @@ class Scenario:
         pool), ``mailbox`` (rows), ``spares``.
     events : dict of int to list of tuple
         What happens before a call, see ``fuzz_serve.py``: a name and its arguments.
+    retract_every : int
+        Forwards after which a slot that decodes retracts a request without need; 0: never.
     """
 
     draft: str
@@ -101,6 +103,7 @@ class Scenario:
     config: dict[str, Any] = field(default_factory=dict)
     drafter: dict[str, Any] = field(default_factory=dict)
     events: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
+    retract_every: int = 0
 
 
 def _sometimes(rng: Random, one_in: int, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -247,8 +247,13 @@ class Player:
 
 
 def _spoil(scenario: Scenario) -> dict[str, Any]:
-    """Do to this process what is wrong with the drafter; the rest is for ``Rig``."""
+    """Do to this process what is wrong in the scenario; the rest is for ``Rig``."""
+    from sglang.srt.managers import scheduler
+
     from sglang_psd.scheduler import launch, vitals
+
+    if scenario.retract_every:
+        scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, scenario.retract_every
 
     drafter, options = dict(scenario.drafter), {}
     config: dict[str, Any] = {**scenario.config, "restart": bool(drafter.get("spares"))}

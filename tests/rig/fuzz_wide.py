@@ -266,5 +266,6 @@ def wide_scenario(rng: Random, num_calls: int) -> Scenario:
         config=wide_config(rng),
         drafter=drafter,
         events=events,
+        retract_every=rng.choice([0, 0, 0, 0, 0, 2, 3, 7]),
         **parts,
     )
