@@ -22,6 +22,11 @@ NEW_WEIGHTS = {"target", "draft"}
 LOSSES = {"kill", "lose", "stop", "reset", "reopen"}
 
 
+def close_on(scenario: Scenario) -> float:
+    """How far values may lie apart: in float32 a head's target of four layers has been seen to differ by 1.2e-4."""
+    return CLOSE if scenario.target == "T" else 5 * CLOSE
+
+
 def is_refused(output: Output) -> bool:
     """Whether a request did not fit the context."""
     message = str(output.finish.get("message")) if output.finish is not None else ""
@@ -87,7 +92,7 @@ def assert_same_hidden_states(scenario: Scenario, call: Call, ours: Output, thei
         mine, other = mine[-len(ours.ids) :], other[-len(ours.ids) :]
     assert len(mine) == len(other), (call, len(mine), len(other))
     for row, plain_row in zip(mine, other):
-        assert row == pytest.approx(plain_row, abs=CLOSE), call
+        assert row == pytest.approx(plain_row, abs=close_on(scenario)), call
 
 
 def scaled_by_neighbours(call: Call) -> bool:
@@ -164,6 +169,6 @@ def check(run_case, models: Path, scenario: Scenario) -> None:
     whole = [i for i in greedy if outputs[i].finish["type"] != "abort" and not is_empty(outputs[i])]
     for i in whole:
         if not scaled_by_neighbours(calls[i]):
-            assert_same_values([outputs[i]], [expected[i]])
+            assert_same_values([outputs[i]], [expected[i]], close_on(scenario))
         assert_same_hidden_states(scenario, calls[i], outputs[i], expected[i])
     assert_right_drafts(models, scenario, served)

@@ -162,15 +162,28 @@ def wide_server(rng: Random) -> dict[str, Any]:
     return options
 
 
+def _spare_sessions(options: dict[str, Any]) -> None:
+    """Leave out what SGLang's streaming sessions cannot stand, with or without drafts; in place."""
+    if options.get("max_running_requests", 16) <= len(SESSIONS):
+        # Each keeps a row of ``ReqToTokenPool``, which has as many as may run: requests wait for ever.
+        del options["max_running_requests"]
+    if options.get("schedule_policy") == "dfs-weight":
+        # ``SchedulePolicy._sort_by_dfs_weight`` walks over the prefix cache, where their requests do not stand: it
+        # drops them from the queue.
+        del options["schedule_policy"]
+
+
 def tight_pool(rng: Random, calls: list[Call], page: int, k: int) -> int:
     """KV tokens for a pool in which each request fits by itself, and some pages more.
 
     SGLang shortens an answer for which there is less than the prompt's pages, the answer and one page more
-    (``Scheduler.init_req_max_new_tokens``); a verify reserves a whole chunk (docs/features.md).
+    (``Scheduler.init_req_max_new_tokens``), and refuses a prompt that leaves less than seven tokens
+    (``TpModelWorker``, ``max_req_input_len``); a verify reserves a whole chunk (docs/features.md).
     """
     paged = lambda tokens: -(-tokens // page) * page  # noqa: E731
     least = max(
-        max(paged(len(call.ids)) + call.length + page + 2, paged(len(call.ids) + call.length + k)) for call in calls
+        max(paged(len(call.ids)) + call.length + page + 2, paged(len(call.ids) + call.length + k), len(call.ids) + 7)
+        for call in calls
     )
     return paged(least) + page * rng.randint(0, 3)
 
@@ -247,9 +260,8 @@ def wide_scenario(rng: Random, num_calls: int) -> Scenario:
     if sessions:
         _with_sessions(rng, calls)
         options["enable_streaming_session"] = rng.randint(1, 2) == 1 and "disable_radix_cache" not in options
-        if options["enable_streaming_session"] and options.get("max_running_requests", 16) <= len(SESSIONS):
-            # Each keeps a row of ``ReqToTokenPool``, which has as many as may run: SGLang waits for ever then.
-            del options["max_running_requests"]
+        if options["enable_streaming_session"]:
+            _spare_sessions(options)
     if small:
         options["max_total_tokens"] = tight_pool(rng, calls, options["page_size"], k)
         options["schedule_conservativeness"] = rng.choice([1.0, 0.05])
