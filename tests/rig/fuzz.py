@@ -87,7 +87,7 @@ class Scenario:
         What is wrong with the drafter from the start: ``wire`` (name and seed, see ``proxy.py``), ``kv_tokens`` (its
         pool), ``mailbox`` (rows), ``spares``.
     events : dict of int to list of tuple
-        What happens before a call, see ``fuzz_serve.py``: a name and its arguments.
+        What happens before a call, see ``fuzz_player.py``: a name and its arguments.
     retract_every : int
         Forwards after which a slot that decodes retracts a request without need; 0: never.
     """

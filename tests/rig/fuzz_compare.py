@@ -10,7 +10,8 @@ import pytest
 from tests.heads import Replica
 from tests.models import CONTEXT_LEN
 from tests.rig.fuzz import Call, Scenario
-from tests.rig.fuzz_serve import Served, is_free, plain, serve, weights_of
+from tests.rig.fuzz_player import weights_of
+from tests.rig.fuzz_serve import Served, plain, serve
 from tests.rig.fuzz_wide import HEADS
 from tests.rig.received import Output
 from tests.rig.together import CLOSE, assert_same_values
@@ -93,6 +94,13 @@ def assert_same_hidden_states(scenario: Scenario, call: Call, ours: Output, thei
     assert len(mine) == len(other), (call, len(mine), len(other))
     for row, plain_row in zip(mine, other):
         assert row == pytest.approx(plain_row, abs=close_on(scenario)), call
+
+
+def is_free(call: Call) -> bool:
+    """Whether nothing but its length shapes a call's text: a right draft is accepted."""
+    shapes = {"frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "min_new_tokens", "regex"}
+    shapes |= {"json_schema", "ebnf", "structural_tag", "stop", "stop_regex", "custom_params"}
+    return call.kind == "greedy" and not shapes & call.wish.keys()
 
 
 def scaled_by_neighbours(call: Call) -> bool:
