@@ -93,8 +93,9 @@ class MembershipMixin(_Base):
         if read is not None and read.forward_mode.is_extend():
             other.last = None
             # As ``get_next_batch_to_run`` does with what was read last, at that slot's next turn.
-            read.filter_batch(chunked_req_to_exclude=[req for req in (self.chunked_req, read.chunked_req) if req])
-            if other.running.is_empty():
+            reading = [req for req in (self.chunked_req, read.chunked_req) if req is not None]
+            read.filter_batch(chunked_req_to_exclude=reading)
+            if not read.is_empty() and other.running.is_empty():
                 other.running = read
             elif not read.is_empty():
                 other.running.merge_batch(read)
