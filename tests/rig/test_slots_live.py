@@ -86,6 +86,26 @@ def test_abort_between_chunks_of_a_prompt(run_case, models, oracle, loop, turns)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("turns", [1, 2, 3, 4])
+def test_the_drafter_forgets_a_prompt_that_is_aborted(run_case, models, loop, turns) -> None:
+    """At once, not when the server is idle: it would hold a row and KV there that others need for their drafts."""
+
+    def case() -> tuple[int, list[str]]:
+        with Rig(models, "D_mid", 3, loop=loop, chunked_prefill_size=8) as rig:
+            rig.submit(PROMPTS[1], 200)
+            rig.turns(6)
+            first = rig.submit(PROMPTS[5] * 2, 20)
+            rig.turns(turns)
+            rig.abort(first)
+            rig.turns(6)
+            assert first not in rig.unfinished()
+            return rig.open_in_drafter, rig.unfinished()
+
+    held, unfinished = run_case(case)
+    assert held == len(unfinished) == 1
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("turns", [1, 2, 6, 7])
 def test_abort_all(run_case, models, loop, turns) -> None:
     def case() -> list[dict | None]:
