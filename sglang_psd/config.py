@@ -21,6 +21,8 @@ MODES = ("parallel", "sequential", "off")
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 LOOPS = ("overlapped", "synchronous")
 MAX_NUM_STEPS = 32
+# Of any number; more is a slip of the keyboard, and does not fit where options end up.
+LARGEST = 2**31 - 1
 DRAFT_METHODS = ("draft_model", "eagle", "eagle3")
 
 # Flags and keywords; the other fields of PSDConfig can be set through --psd-config only.
@@ -144,14 +146,17 @@ class PSDConfig:
             _check_choice("drafter_dtype", self.drafter_dtype, DTYPES)
         if self.trace is not None:
             check_trace_path(self.trace)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and value > LARGEST:
+                raise PSDConfigError(f"{flag_name(field.name)} must be at most {LARGEST}, got {value}.")
 
     def _check_types(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             kinds = _FIELD_KINDS[field.name]
             if (isinstance(value, bool) and bool not in kinds) or not isinstance(value, kinds):
-                wanted = " or ".join(_KIND_NAMES[kind] for kind in kinds)
-                raise PSDConfigError(f"{flag_name(field.name)} must be {wanted}, got {value!r}.")
+                raise PSDConfigError(f"{flag_name(field.name)} must be {_wanted(kinds)}, got {value!r}.")
 
     @property
     def num_slots(self) -> int:
@@ -160,7 +165,12 @@ class PSDConfig:
 
 
 _NONE = type(None)
-_KIND_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", _NONE: "absent"}
+_KIND_NAMES = {str: "a string", float: "a number", int: "a whole number", bool: "true or false"}
+
+
+def _wanted(kinds: tuple[type, ...]) -> str:
+    """The types of a field in words; None needs none, whoever leaves an option out gets it."""
+    return next(name for kind, name in _KIND_NAMES.items() if kind in kinds)
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:

@@ -338,9 +338,9 @@ def test_a_death_while_idle_is_noticed() -> None:
         ({"tokens": np.array([1, 100, 3], m.TOKEN).tobytes()}, "token"),
         ({"tokens": np.array([1, -1, 3], m.TOKEN).tobytes()}, "token"),
         ({"law_ids": np.full(12, 100, m.TOKEN).tobytes()}, "token"),
-        ({"law_probs": np.full(12, np.nan, m.PROB).tobytes()}, "law"),
-        ({"law_probs": np.full(12, -0.1, m.PROB).tobytes()}, "law"),
-        ({"law_probs": np.full(12, np.inf, m.PROB).tobytes()}, "law"),
+        ({"law_probs": np.full(12, np.nan, m.PROB).tobytes()}, "distribution"),
+        ({"law_probs": np.full(12, -0.1, m.PROB).tobytes()}, "distribution"),
+        ({"law_probs": np.full(12, np.inf, m.PROB).tobytes()}, "distribution"),
         ({"num_steps": 4, "tokens": bytes(16), "law_ids": bytes(64), "law_probs": bytes(64)}, "at most"),
     ],
 )
