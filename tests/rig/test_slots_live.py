@@ -211,6 +211,26 @@ def test_single_requests_do_not_starve_each_other(run_case, models, oracle, pool
     assert sum(output.retractions for output in outputs) > 0, "the pool was not small enough for this test"
 
 
+def test_a_prompt_just_read_gives_way(run_case, models, oracle) -> None:
+    """It holds the memory that a lone request in the other slot needs, and has not begun to decode."""
+    long_prompt = (PROMPTS[5] * 9)[:68]
+
+    def case() -> list[Output]:
+        # A low conservativeness makes admission ignore what a chunk of nine tokens will need.
+        options = {"max_total_tokens": 100, "schedule_conservativeness": 0.05}
+        with Rig(models, "D_same", 8, loop="overlapped", **options) as rig:
+            rids = [rig.submit(PROMPTS[1], LONGEST)]
+            rig.run_until(lambda: len(rig.request(rids[0]).output_ids) == 10, "ten tokens")
+            rids.append(rig.submit(long_prompt, 2))
+            rig.run_until_done()
+            rig.idle_check()
+            return [rig.output(rid) for rid in rids]
+
+    outputs = run_case(case)
+    assert_prefixes(outputs, [LONGEST, 2], oracle.greedy([PROMPTS[1], long_prompt]))
+    assert [output.retractions for output in outputs] == [0, 1], "the pool was not small enough for this test"
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_request_larger_than_the_pool(run_case, models, oracle, loop) -> None:
     """It ends, as it does on the plain server, and the next one is served."""
