@@ -36,19 +36,25 @@ class DraftingMixin(_Base):
     _psd_answers: list[DraftAnswer]
 
     def _psd_adopt(self, process: DrafterProcess) -> None:
-        """Draft with ``process``, which is ready, from now on."""
+        """Draft with ``process``, which is ready, from now on.
+
+        Raises
+        ------
+        ChannelDamagedError
+            Its mailbox cannot be opened; nothing has changed then.
+        """
         assert process.hello is not None
-        self.psd_process = process
-        self.psd_drafter_context = process.hello.context_len
         steps = self.server_args.speculative_num_steps
         vitals = Vitals(
             self.psd.draft_timeout_s, self.psd.hung_after_s, self.psd.start_timeout_s, process.pulse.silence_s
         )
-        self.psd_client = DraftClient(process, steps, process.spec.vocab_limit, vitals, self._psd_answers.append)
-        self.psd_handoff = None
+        client = DraftClient(process, steps, process.spec.vocab_limit, vitals, self._psd_answers.append)
+        handoff = None
         if process.hello.mailbox is not None:
-            self.psd_handoff = FeatureSender(process.hello.mailbox, self.psd_device.index, self.psd_client.tell)
-            self.psd_client.on_credit = self.psd_handoff.release
+            handoff = FeatureSender(process.hello.mailbox, self.psd_device.index, client.tell)
+            client.on_credit = handoff.release
+        self.psd_process, self.psd_client, self.psd_handoff = process, client, handoff
+        self.psd_drafter_context = process.hello.context_len
 
     def _psd_open(self, reqs: list[Req]) -> None:
         """Hand requests to the drafter: at admission, so that it reads the prompt while the target does.

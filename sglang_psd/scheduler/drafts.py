@@ -222,8 +222,12 @@ class DraftClient:
             elif not self._receive_one(min(left, ALIVE_SLICE_S)) and not self._link.alive():
                 self._fail("its process has ended")
 
-    def tend(self) -> None:
-        """Once a turn: read what has come, notice a drafter that died or hangs, and compare notes now and then."""
+    def tend(self, known: Callable[[], set[str]] | None = None) -> None:
+        """Once a turn: read what has come, notice a drafter that died or hangs, and compare notes now and then.
+
+        ``known`` gives the ids of all requests that the scheduler still has: others are closed before notes are
+        compared.
+        """
         if not self.usable:
             return
         self.poll()
@@ -233,6 +237,8 @@ class DraftClient:
         if reason is not None and self.usable:
             self._fail(reason)
         elif self._vitals.ping_due():
+            if known is not None:
+                self.close(list(self._open - known()))
             self.ping()
 
     def give_up(self, reason: str) -> None:

@@ -117,10 +117,10 @@ def _is_table(rows: Any, width: int) -> bool:
         table = np.asarray(rows)
     except ValueError:  # rows of different lengths
         return False
-    # Text that reads as a number is none to torch, whatever numpy makes of it; a whole number may be too large for both.
+    # Text that reads as a number is none to torch, and whole numbers may be too large for either.
     if table.ndim != 2 or table.shape[1] != width or table.dtype.kind not in "fiu":
         return False
-    return bool(((-LARGEST_NUMBER <= table) & (table <= LARGEST_NUMBER)).all())
+    return bool(((table >= -LARGEST_NUMBER) & (table <= LARGEST_NUMBER)).all())
 
 
 def _shorten(value: Any, limit: int = 60) -> str:
