@@ -31,7 +31,7 @@ class Wanted:
 
 @dataclass
 class HandoffTotals:
-    """What has been handed over since the start; ``dropped`` rows found the mailbox full."""
+    """What has been handed over to this drafter; ``dropped`` rows found the mailbox full."""
 
     handoffs: int = 0
     rows: int = 0

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RecoveryMixin(_Base):
-    """Looks after the drafter once a turn; on rank 0 only, and without ever waiting."""
+    """Looks after the drafter once a turn; on rank 0 only, and never waiting for anything but new weights."""
 
     psd_client: DraftClient | None
     psd_process: DrafterProcess | None
