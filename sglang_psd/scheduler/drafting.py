@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+# Attribute of a request that no drafter would take: it is looked at every round.
+_REFUSED = "_psd_refused_by_drafter"
+
 
 class DraftingMixin(_Base):
     """What a round needs from the drafter and what it tells it."""
@@ -70,11 +73,14 @@ class DraftingMixin(_Base):
         for req in reqs:
             if client.is_open(req.rid) or needs_plain_step(req) or req.finished() or req.to_finish is not None:
                 continue
+            if getattr(req, _REFUSED, False):
+                continue
             if req.input_embeds is not None or req.multimodal_inputs is not None or remaining_tokens(req) < least:
                 continue
             if sequence_len(req) < self.psd_drafter_context:
                 sampling = wire_sampling(req, default_seed(self.server_args))
-                client.open(req.rid, [*req.origin_input_ids, *req.output_ids], sampling)
+                taken = client.open(req.rid, [*req.origin_input_ids, *req.output_ids], sampling)
+                setattr(req, _REFUSED, not taken)
 
     def _psd_take(self, reqs: list[Req], watch: Callable[[], bool]) -> Taken:
         """Drafts for the next verify; rank 0 shares what it has. ``watch`` runs while they are awaited."""

@@ -112,19 +112,24 @@ class DraftClient:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def open(self, rid: str, token_ids: Sequence[int], sampling: Sampling) -> None:
-        """Hand a request over; an open one is replaced. One that the drafter would refuse stays here."""
+    def open(self, rid: str, token_ids: Sequence[int], sampling: Sampling) -> bool:
+        """Hand a request over; an open one is replaced.
+
+        Returns False, and keeps it here, for one that no drafter would take: it need not be tried again.
+        """
         self._forget(rid)
         tokens = np.asarray(token_ids)
         if int(tokens.max()) >= self._vocab_limit:
-            return
+            return False
         message = Open(rid, tokens.astype(TOKEN).tobytes(), sampling)
         try:
             check_open(message)
         except ProtocolError:
-            return
+            return False
         if self._send(message):
             self._open.add(rid)
+            return True
+        return not self.usable  # the next drafter may take it; this one never will
 
     def commit(self, rows: Sequence[RoundRow]) -> float:
         """Report committed tokens and ask for the next drafts. Returns when it was sent (seconds)."""
