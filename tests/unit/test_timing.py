@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_psd.scheduler import timing
-from sglang_psd.scheduler.timing import STALE_S, ForwardTimer
+from sglang_psd.scheduler.timing import ForwardTimer
 
 
 class Device:
@@ -87,18 +87,18 @@ def test_nobody_looks_for_hours(device: Device) -> None:
     timer.wait(span)
     start_s, end_s = timer.interval(span)
     assert end_s - start_s == pytest.approx(0.005, abs=1e-5)
-    assert start_s == pytest.approx(begin, abs=2e-3)
+    assert start_s == pytest.approx(begin, abs=3e-3), "it was seen to be over six milliseconds after its launch"
 
 
 def test_a_late_look_leaves_a_good_anchor_alone(device: Device) -> None:
     timer = ForwardTimer("cuda")
     timer.wait(device.forward(timer, 0.005))
-    device.now_s += STALE_S / 2
+    device.now_s += 10.0
     span, begin = device.forward(timer, 0.005), device.now_s
     device.now_s += 0.020
     assert timer.done(span)
     timer.wait(span)
-    assert timer.interval(span) == pytest.approx((begin, begin + 0.005), abs=1e-3)
+    assert timer.interval(span) == pytest.approx((begin, begin + 0.005), abs=5e-4)
 
 
 def test_a_cpu_takes_the_host_clock() -> None:
