@@ -33,7 +33,7 @@ def test_the_file_is_private(tmp_path: Path) -> None:
 
 def test_a_mailbox_that_is_gone_is_one_error(tmp_path: Path) -> None:
     handle = Mailbox(2, 2, torch.float32, "cpu", str(tmp_path)).handle()
-    for broken in ({"path": handle.path + "-gone"}, {"dtype": "float64"}):
+    for broken in ({"path": handle.path + "-gone"}, {"dtype": "float64"}, {"rows": 0}, {"rows": 3}):
         with pytest.raises(ChannelDamagedError, match="mailbox cannot be opened"):
             MailboxWriter(msgspec.structs.replace(handle, **broken), None)
 
