@@ -79,7 +79,7 @@ class MailboxWriter:
         try:
             self._ring = self._open(handle, device_index)
         except (KeyError, OSError, RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ChannelDamagedError(f"The drafter's mailbox cannot be opened ({reason}).") from None
 
     @staticmethod

@@ -79,8 +79,8 @@ class DraftingMixin(_Base):
                 continue
             if sequence_len(req) < self.psd_drafter_context:
                 sampling = wire_sampling(req, default_seed(self.server_args))
-                taken = client.open(req.rid, [*req.origin_input_ids, *req.output_ids], sampling)
-                setattr(req, _REFUSED, not taken)
+                opened = client.open(req.rid, [*req.origin_input_ids, *req.output_ids], sampling)
+                setattr(req, _REFUSED, not opened)
 
     def _psd_take(self, reqs: list[Req], watch: Callable[[], bool]) -> Taken:
         """Drafts for the next verify; rank 0 shares what it has. ``watch`` runs while they are awaited."""

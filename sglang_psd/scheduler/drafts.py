@@ -115,7 +115,7 @@ class DraftClient:
     def open(self, rid: str, token_ids: Sequence[int], sampling: Sampling) -> bool:
         """Hand a request over; an open one is replaced.
 
-        Returns False, and keeps it here, for one that no drafter would take: it need not be tried again.
+        Returns False for one that no drafter would take: it stays here, and need not be tried again.
         """
         self._forget(rid)
         tokens = np.asarray(token_ids)

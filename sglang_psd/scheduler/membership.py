@@ -96,8 +96,8 @@ class MembershipMixin(_Base):
         if last is None or not last.forward_mode.is_extend():
             return
         slot.last = None
-        still_read = {req for req in (self.chunked_req, last.chunked_req) if req is not None}
-        last.filter_batch(chunked_req_to_exclude=list(still_read))
+        reading = [req for req in (self.chunked_req, last.chunked_req) if req is not None]
+        last.filter_batch(chunked_req_to_exclude=reading)
         if last.is_empty():
             return
         if slot.running.is_empty():
