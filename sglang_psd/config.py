@@ -211,11 +211,14 @@ def resolve_config(flags: Mapping[str, Any], source: str | Mapping[str, Any] | N
     """
     known = {field.name for field in dataclasses.fields(PSDConfig)}
     values = dict(load_config_source(source))
-    unknown = sorted(set(values) - known)
+    unknown = sorted(set(values) - known, key=str)
     if unknown:
         raise PSDConfigError(f"--psd-config has no option {unknown[0]!r}; it knows {', '.join(sorted(known))}.")
     values.update({name: value for name, value in flags.items() if value is not None})
     return PSDConfig(**values)
+
+
+_NO_OBJECT = '--psd-config must hold a JSON object such as {"mode": "parallel"}.'
 
 
 def load_config_source(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -224,6 +227,8 @@ def load_config_source(source: str | Mapping[str, Any] | None) -> Mapping[str, A
         return {}
     if isinstance(source, Mapping):
         return source
+    if not isinstance(source, str):
+        raise PSDConfigError(_NO_OBJECT)
     text = source.strip()
     if not text.startswith(("{", "[")):
         try:
@@ -239,7 +244,7 @@ def load_config_source(source: str | Mapping[str, Any] | None) -> Mapping[str, A
     except (ValueError, RecursionError) as error:
         raise PSDConfigError(f"--psd-config holds malformed JSON ({error}).") from None
     if not isinstance(parsed, dict):
-        raise PSDConfigError('--psd-config must hold a JSON object such as {"mode": "parallel"}.')
+        raise PSDConfigError(_NO_OBJECT)
     return parsed
 
 

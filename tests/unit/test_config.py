@@ -92,6 +92,9 @@ def test_flags_win_over_json_over_defaults(tmp_path) -> None:
         ("no-such-file.json", "readable file"),
         ("\0", "readable file"),
         ({"modes": "off"}, "no option 'modes'"),
+        ({"modes": "off", 1: 2}, "no option 1;"),
+        (["mode", "off"], "must hold a JSON object"),
+        (5, "must hold a JSON object"),
         ('{"psd_mode": "off"}', "no option 'psd_mode'"),
     ],
 )
