@@ -23,6 +23,8 @@ LOOPS = ("overlapped", "synchronous")
 MAX_NUM_STEPS = 32
 # Of any number; more is a slip of the keyboard, and does not fit where options end up.
 LARGEST = 2**31 - 1
+# Well below ``gate.STUCK_S``, after which a waiting verify is let go.
+LONGEST_DRAFT_TIMEOUT_S = 30.0
 DRAFT_METHODS = ("draft_model", "eagle", "eagle3")
 
 # Flags and keywords; the other fields of PSDConfig can be set through --psd-config only.
@@ -131,6 +133,11 @@ class PSDConfig:
         _check_minimum("rebalance_threshold", self.rebalance_threshold, 2)
         if self.draft_timeout_s is not None:
             _check_minimum("draft_timeout_s", self.draft_timeout_s, 0.001)
+            if self.draft_timeout_s > LONGEST_DRAFT_TIMEOUT_S:
+                raise PSDConfigError(
+                    f"{flag_name('draft_timeout_s')} must be at most {LONGEST_DRAFT_TIMEOUT_S:g} seconds, got "
+                    f"{self.draft_timeout_s}: no round should wait longer for drafts that it can do without."
+                )
         _check_minimum("start_timeout_s", self.start_timeout_s, 1)
         _check_minimum("max_losses", self.max_losses, 1)
         _check_minimum("max_restart_delay_s", self.max_restart_delay_s, 0.0)

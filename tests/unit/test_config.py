@@ -41,6 +41,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ({"min_parallel_requests": 1}, ["min_parallel_requests", "at least 2"]),
         ({"rebalance_threshold": 1}, ["rebalance_threshold", "at least 2"]),
         ({"draft_timeout_s": 0}, ["draft_timeout_s"]),
+        ({"draft_timeout_s": 31}, ["draft_timeout_s", "at most 30 seconds"]),
         ({"draft_timeout_s": float("inf")}, ["draft_timeout_s"]),
         ({"draft_timeout_s": float("nan")}, ["draft_timeout_s"]),
         ({"start_timeout_s": -1}, ["start_timeout_s"]),
