@@ -149,7 +149,7 @@ def measure_decode(args: argparse.Namespace) -> dict:
     import torch
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
-    from sglang_psd.drafter.model import load_worker
+    from sglang_psd.drafter.loading import load_worker
 
     worker = load_worker(
         spec_for(args, 1),

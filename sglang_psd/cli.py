@@ -59,6 +59,11 @@ def main(argv: list[str] | None = None) -> int:
     except PSDError as error:
         print(f"sglang-psd {command}: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None or error.strerror is None:  # no file's fault
+            raise
+        print(f"sglang-psd {command}: {error.filename} cannot be used ({error.strerror}).", file=sys.stderr)
+        return 2
 
 
 def _demo(given: dict[str, Any]) -> int:

@@ -21,6 +21,10 @@ MODES = ("parallel", "sequential", "off")
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 LOOPS = ("overlapped", "synchronous")
 MAX_NUM_STEPS = 32
+# Of any number; more is a slip of the keyboard, and does not fit where options end up.
+LARGEST = 2**31 - 1
+# Well below ``gate.STUCK_S``, after which a waiting verify is let go.
+LONGEST_DRAFT_TIMEOUT_S = 30.0
 DRAFT_METHODS = ("draft_model", "eagle", "eagle3")
 
 # Flags and keywords; the other fields of PSDConfig can be set through --psd-config only.
@@ -129,6 +133,11 @@ class PSDConfig:
         _check_minimum("rebalance_threshold", self.rebalance_threshold, 2)
         if self.draft_timeout_s is not None:
             _check_minimum("draft_timeout_s", self.draft_timeout_s, 0.001)
+            if self.draft_timeout_s > LONGEST_DRAFT_TIMEOUT_S:
+                raise PSDConfigError(
+                    f"{flag_name('draft_timeout_s')} must be at most {LONGEST_DRAFT_TIMEOUT_S:g} seconds, got "
+                    f"{self.draft_timeout_s}: no round should wait longer for drafts that it can do without."
+                )
         _check_minimum("start_timeout_s", self.start_timeout_s, 1)
         _check_minimum("max_losses", self.max_losses, 1)
         _check_minimum("max_restart_delay_s", self.max_restart_delay_s, 0.0)
@@ -144,14 +153,17 @@ class PSDConfig:
             _check_choice("drafter_dtype", self.drafter_dtype, DTYPES)
         if self.trace is not None:
             check_trace_path(self.trace)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and value > LARGEST:
+                raise PSDConfigError(f"{flag_name(field.name)} must be at most {LARGEST}, got {value}.")
 
     def _check_types(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             kinds = _FIELD_KINDS[field.name]
             if (isinstance(value, bool) and bool not in kinds) or not isinstance(value, kinds):
-                wanted = " or ".join(_KIND_NAMES[kind] for kind in kinds)
-                raise PSDConfigError(f"{flag_name(field.name)} must be {wanted}, got {value!r}.")
+                raise PSDConfigError(f"{flag_name(field.name)} must be {_wanted(kinds)}, got {value!r}.")
 
     @property
     def num_slots(self) -> int:
@@ -160,7 +172,12 @@ class PSDConfig:
 
 
 _NONE = type(None)
-_KIND_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", _NONE: "absent"}
+_KIND_NAMES = {str: "a string", float: "a number", int: "a whole number", bool: "true or false"}
+
+
+def _wanted(kinds: tuple[type, ...]) -> str:
+    """The types of a field in words; None needs none, whoever leaves an option out gets it."""
+    return next(name for kind, name in _KIND_NAMES.items() if kind in kinds)
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:
@@ -201,11 +218,14 @@ def resolve_config(flags: Mapping[str, Any], source: str | Mapping[str, Any] | N
     """
     known = {field.name for field in dataclasses.fields(PSDConfig)}
     values = dict(load_config_source(source))
-    unknown = sorted(set(values) - known)
+    unknown = sorted(set(values) - known, key=str)
     if unknown:
         raise PSDConfigError(f"--psd-config has no option {unknown[0]!r}; it knows {', '.join(sorted(known))}.")
     values.update({name: value for name, value in flags.items() if value is not None})
     return PSDConfig(**values)
+
+
+_NO_OBJECT = '--psd-config must hold a JSON object such as {"mode": "parallel"}.'
 
 
 def load_config_source(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -214,6 +234,8 @@ def load_config_source(source: str | Mapping[str, Any] | None) -> Mapping[str, A
         return {}
     if isinstance(source, Mapping):
         return source
+    if not isinstance(source, str):
+        raise PSDConfigError(_NO_OBJECT)
     text = source.strip()
     if not text.startswith(("{", "[")):
         try:
@@ -229,7 +251,7 @@ def load_config_source(source: str | Mapping[str, Any] | None) -> Mapping[str, A
     except (ValueError, RecursionError) as error:
         raise PSDConfigError(f"--psd-config holds malformed JSON ({error}).") from None
     if not isinstance(parsed, dict):
-        raise PSDConfigError('--psd-config must hold a JSON object such as {"mode": "parallel"}.')
+        raise PSDConfigError(_NO_OBJECT)
     return parsed
 
 

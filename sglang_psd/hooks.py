@@ -33,7 +33,8 @@ class Hook:
     target : str
         Dotted path in SGLang.
     kind : {"AROUND", "AFTER", "REPLACE", "IMPORT"}
-        As SGLang's ``HookType``; ``IMPORT`` hooks are set by ``cpu/bootstrap.py`` when the module is imported.
+        As SGLang's ``HookType``; ``IMPORT`` hooks are set by ``cpu/bootstrap.py`` when the module is imported, or by
+        ``cpu/defaults.py`` when the plugin is loaded without a GPU.
     load : callable or None
         Returns the function or class to put there; called when the plugin is loaded. None for ``IMPORT``.
     """

@@ -50,7 +50,8 @@ def read_entry(path: Path) -> dict[str, str]:
     match = _HEAD.match(path.read_text(encoding="utf-8"))
     if match is None:
         raise PatchError(f"{path.name} has no head between --- lines.")
-    fields = dict(line.split(": ", 1) for line in match.group(1).splitlines())
+    parts = (line.partition(": ") for line in match.group(1).splitlines())
+    fields = {name: value for name, _, value in parts}
     missing = [field for field in REQUIRED_FIELDS if not fields.get(field)]
     if missing:
         raise PatchError(f"{path.name} lacks the field {missing[0]!r}.")

@@ -93,8 +93,8 @@ class PSDServerArgs(ServerArgs):
     psd_proposal_top_m: A[
         int | None,
         Arg(
-            help="PSD: the drafter samples from its m most likely tokens and sends exactly that law (default 32). "
-            "Never changes the output law."
+            help="PSD: for sampled requests the drafter draws from its m most likely tokens and sends their "
+            "probabilities (default 32). Never changes the distribution of the output."
         ),
         NS("spec"),
     ] = None

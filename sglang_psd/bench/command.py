@@ -63,6 +63,7 @@ def _write_report(options: BenchOptions, console: Console) -> int:
     if options.plots is not None:
         require_matplotlib()
         _print_written(console, draw_plots(list(found.values()), options.plots))
+    options.report.parent.mkdir(parents=True, exist_ok=True)
     options.report.write_text(report(found), encoding="utf-8")
     _print_written(console, [options.report])
     return 0
@@ -80,11 +81,15 @@ def _draw_results(options: BenchOptions, console: Console) -> int:
 
 def _draw_trace(options: BenchOptions, console: Console) -> int:
     assert options.trace_file is not None and options.timeline is not None
-    lines = read_trace(options.trace_file)
-    if not lines:
-        raise PSDConfigError(f"--trace-file {options.trace_file} holds no step trace (see --psd-trace).")
     require_matplotlib()
-    _print_written(console, write_timeline(lines, options.timeline, title=options.trace_file.name))
+    try:
+        lines = read_trace(options.trace_file)
+        written = write_timeline(lines, options.timeline, title=options.trace_file.name) if lines else []
+    except (ValueError, KeyError, TypeError):  # not JSON, or other JSON
+        written = []
+    if not written:
+        raise PSDConfigError(f"--trace-file {options.trace_file} holds no step trace (see --psd-trace).")
+    _print_written(console, written)
     return 0
 
 

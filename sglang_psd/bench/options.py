@@ -9,6 +9,8 @@ from sglang_psd.errors import PSDConfigError
 from sglang_psd.resources import TINY_DRAFT, TINY_TARGET, check_checkpoint
 
 PROTOCOLS = ("fair", "reference")
+# Made-up prompts, and the package's own; any other name is a file.
+DATASETS = ("random-ids", "prompts")
 
 
 @dataclass
@@ -100,8 +102,15 @@ class BenchOptions:
                 f"--simulate needs one accept length for each k of --num-steps: {len(self.num_steps)}, got "
                 f"{len(self.simulate)}."
             )
+        if self.dataset not in ("", *DATASETS) and not Path(self.dataset).is_file():
+            raise PSDConfigError(
+                f"--dataset knows {', '.join(DATASETS)}, and {self.dataset!r} is no file; name a JSONL file in "
+                "bench_serving's custom format."
+            )
         if self.trace_file is not None and self.timeline is None:
             raise PSDConfigError("--trace-file is drawn by --timeline FILE; name that file too.")
+        if self.trace_file is not None and not self.trace_file.is_file():
+            raise PSDConfigError(f"--trace-file {self.trace_file} is no file; name one that --psd-trace wrote.")
         if self.timeline is not None and self.trace_file is None and not self.trace:
             raise PSDConfigError("--timeline needs the step trace; leave out --no-trace.")
 

@@ -82,4 +82,4 @@ def check_contents(message: Proposals, num_steps: int, vocab_limit: int) -> None
     probs = np.frombuffer(message.law_probs, PROB)
     # Written so that NaN fails it.
     if not (float(probs.min()) >= 0.0 and float(probs.max()) <= 1.001):
-        raise ProtocolError("The drafter sent a law that is none.")
+        raise ProtocolError("The drafter sent probabilities that are no distribution.")

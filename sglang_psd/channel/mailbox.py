@@ -7,11 +7,13 @@ there is no GPU. Which rows are whose is said by ``Features`` messages on the ch
 
 from __future__ import annotations
 
+import mmap
 import os
 
 import torch
 
 from sglang_psd.channel.messages import CudaHandle, MailboxHandle
+from sglang_psd.errors import ChannelDamagedError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -66,18 +68,34 @@ class MailboxWriter:
         From the drafter.
     device_index : int or None
         The drafter's GPU as this process counts; None without a GPU.
+
+    Raises
+    ------
+    ChannelDamagedError
+        It cannot be opened: its owner has ended meanwhile, or its file was removed.
     """
 
     def __init__(self, handle: MailboxHandle, device_index: int | None):
+        try:
+            self._ring = self._open(handle, device_index)
+        except (KeyError, OSError, RuntimeError, ValueError) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ChannelDamagedError(f"The drafter's mailbox cannot be opened ({reason}).") from None
+
+    @staticmethod
+    def _open(handle: MailboxHandle, device_index: int | None) -> torch.Tensor:
         dtype = DTYPES[handle.dtype]
         if handle.cuda is None:
-            self._ring = _map_file(handle.path, handle.rows, handle.width, dtype, create=False)
-            return
+            return _map_file(handle.path, handle.rows, handle.width, dtype, create=False)
         assert device_index is not None
         with torch.cuda.device(device_index):
             storage = torch.UntypedStorage._new_shared_cuda(device_index, *handle.cuda.arguments())
-            self._ring = torch.empty(0, dtype=dtype, device=f"cuda:{device_index}")
-            self._ring.set_(storage, 0, (handle.rows, handle.width), (handle.width, 1))
+            ring = torch.empty(0, dtype=dtype, device=f"cuda:{device_index}")
+            return ring.set_(storage, 0, (handle.rows, handle.width), (handle.width, 1))
+
+    def close(self) -> None:
+        """Unmap the ring: while it is mapped, the memory of an owner that has ended is not given back."""
+        self._ring = self._ring.new_empty(0, self._ring.shape[1])
 
     @property
     def row_bytes(self) -> int:
@@ -91,8 +109,14 @@ class MailboxWriter:
 
 def _map_file(path: str, rows: int, width: int, dtype: torch.dtype, *, create: bool) -> torch.Tensor:
     """Map a file that other processes map too, as a tensor ``[rows, width]``."""
-    size = rows * width
-    if create:
-        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "wb") as file:
-            file.truncate(size * dtype.itemsize)
-    return torch.from_file(path, shared=True, size=size, dtype=dtype).view(rows, width)
+    # Not ``torch.from_file``: it makes a file where there is none, and nobody would read what is written to that.
+    size = rows * width * dtype.itemsize
+    file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+    try:
+        if create:
+            # Reserved now: a disk that is full later would end the process that writes to the mapping.
+            os.posix_fallocate(file, 0, size)
+        mapping = mmap.mmap(file, size)
+    finally:
+        os.close(file)
+    return torch.frombuffer(mapping, dtype=dtype).view(rows, width)

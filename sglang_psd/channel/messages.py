@@ -107,8 +107,8 @@ class CudaHandle(msgspec.Struct, frozen=True, array_like=True):
 class MailboxHandle(msgspec.Struct, frozen=True):
     """How the target's process opens the drafter's mailbox: a file to map, or memory of the drafter's GPU."""
 
-    rows: int
-    width: int
+    rows: Count
+    width: Count
     dtype: str
     path: str = ""
     cuda: CudaHandle | None = None

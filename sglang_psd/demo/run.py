@@ -30,6 +30,9 @@ MODES = ("plain", "sequential", "parallel")
 EAGLE = "eagle"
 REFRESH_S = 0.1
 START_TIMEOUT_S = 600.0
+CAPTION = """\
+accept length: tokens per verify and chat. T_v, T_d: time of a verify, of drafting.
+overlap: share of the drafting during which the target worked."""
 
 
 @dataclass
@@ -195,6 +198,7 @@ def compare_texts(results: list[ModeResult]) -> list[str]:
 def summary_table(results: list[ModeResult]) -> Table:
     """Tokens, accept length, speed, round times and overlap of each mode."""
     table = Table(title=f"Same chats, greedy, {len(results)} ways", title_justify="left")
+    table.caption, table.caption_justify = CAPTION, "left"
     headers = ("mode", "tokens", "accept length", "tok/s", "T_v ms", "T_d ms", "overlap", "start s", "texts")
     for header in headers:
         table.add_column(header, justify="left" if header in ("mode", "texts") else "right")

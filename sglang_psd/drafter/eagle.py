@@ -161,7 +161,8 @@ class EagleEngine(DraftEngine):
         while behind := [state for state in ready if self.backlog(state.rid)]:
             if not self._feed(behind, PREFILL_CHUNK):  # the pool is full
                 ready = [state for state in ready if state not in behind]
-        granted = self._reserve(ready, [len(s.tokens) - s.start + num_steps - 2 for s in ready])
+        needed = [self._num_positions(state) + num_steps - 2 for state in ready]
+        granted = self._reserve(ready, self._with_spare(ready, needed, num_steps))
         return [state for state, has_room in zip(ready, granted) if has_room]
 
     def _num_positions(self, state: HeadState) -> int:  # type: ignore[override]

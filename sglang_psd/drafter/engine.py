@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 PREFILL_CHUNK = 4096
 # Slots for the next round are taken ahead while at least this share of the pool is free.
 FREE_SHARE = 1 / 8
-# For how many rounds slots are taken at once where taking them interrupts the target.
+# For how many rounds slots are taken at once where taking them interrupts somebody: the target on the same device, or a
+# drafter that is not done with a round before the next one comes.
 ROUNDS_AHEAD = 16
 
 
@@ -191,8 +192,17 @@ class DraftEngine:
     def _make_ready(self, states: list[DraftState], num_steps: int) -> list[DraftState]:
         """Those that ``num_steps`` drafts can be made for: within context and pool, caught up."""
         ready = self._caught_up([state for state in states if self._usable(state, num_steps)])
-        granted = self._model.reserve_all(ready, [len(state.tokens) + num_steps for state in ready])
+        needed = [len(state.tokens) + num_steps for state in ready]
+        granted = self._model.reserve_all(ready, self._with_spare(ready, needed, num_steps))
         return [state for state, has_room in zip(ready, granted) if has_room]
+
+    def _with_spare(self, states: Sequence[Pooled], needed: Sequence[int], num_steps: int) -> Sequence[int]:
+        """Slots of many rounds where ``needed`` are not there: a busy drafter has no pause to take the next in."""
+        spare = ROUNDS_AHEAD * (num_steps + 1)
+        most = self._model.context_len
+        lengths = [n if s.num_slots >= n else max(n, min(n + spare, most)) for s, n in zip(states, needed)]
+        missing = sum(max(0, length - state.num_slots) for state, length in zip(states, lengths))
+        return lengths if missing < self._model.free_kv_tokens - FREE_SHARE * self._model.kv_tokens else needed
 
     @torch.inference_mode()
     def use_pause(self) -> None:

@@ -21,7 +21,8 @@ from sglang_psd.drafter.head_chain import HeadColumns, Vocabulary, run_head_step
 from sglang_psd.drafter.head_graphs import HeadGraphs
 from sglang_psd.drafter.head_rows import HeadState
 from sglang_psd.drafter.head_weights import read_target_matrices
-from sglang_psd.drafter.model import DraftModel, load_worker
+from sglang_psd.drafter.loading import load_worker
+from sglang_psd.drafter.model import DraftModel
 from sglang_psd.drafter.spec import DrafterSpec, HeadSpec
 from sglang_psd.errors import DrafterStartError
 from sglang_psd.transfer import to_device

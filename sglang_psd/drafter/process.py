@@ -63,6 +63,8 @@ class DrafterProcess:
             self._open_sockets()
         except (OSError, zmq.ZMQError, ProtocolError) as error:
             self._process.kill()
+            if hasattr(self, "channel"):
+                self.channel.close()
             self._endpoint.cleanup()
             raise EndpointError(f"The drafter's sockets cannot be opened ({error}).") from None
         atexit.register(self.stop)

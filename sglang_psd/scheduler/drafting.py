@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+# Attribute of a request that no drafter would take: it is looked at every round.
+_REFUSED = "_psd_refused_by_drafter"
+
 
 class DraftingMixin(_Base):
     """What a round needs from the drafter and what it tells it."""
@@ -36,19 +39,25 @@ class DraftingMixin(_Base):
     _psd_answers: list[DraftAnswer]
 
     def _psd_adopt(self, process: DrafterProcess) -> None:
-        """Draft with ``process``, which is ready, from now on."""
+        """Draft with ``process``, which is ready, from now on.
+
+        Raises
+        ------
+        ChannelDamagedError
+            Its mailbox cannot be opened; nothing has changed then.
+        """
         assert process.hello is not None
-        self.psd_process = process
-        self.psd_drafter_context = process.hello.context_len
         steps = self.server_args.speculative_num_steps
         vitals = Vitals(
             self.psd.draft_timeout_s, self.psd.hung_after_s, self.psd.start_timeout_s, process.pulse.silence_s
         )
-        self.psd_client = DraftClient(process, steps, process.spec.vocab_limit, vitals, self._psd_answers.append)
-        self.psd_handoff = None
+        client = DraftClient(process, steps, process.spec.vocab_limit, vitals, self._psd_answers.append)
+        handoff = None
         if process.hello.mailbox is not None:
-            self.psd_handoff = FeatureSender(process.hello.mailbox, self.psd_device.index, self.psd_client.tell)
-            self.psd_client.on_credit = self.psd_handoff.release
+            handoff = FeatureSender(process.hello.mailbox, self.psd_device.index, client.tell)
+            client.on_credit = handoff.release
+        self.psd_process, self.psd_client, self.psd_handoff = process, client, handoff
+        self.psd_drafter_context = process.hello.context_len
 
     def _psd_open(self, reqs: list[Req]) -> None:
         """Hand requests to the drafter: at admission, so that it reads the prompt while the target does.
@@ -64,11 +73,14 @@ class DraftingMixin(_Base):
         for req in reqs:
             if client.is_open(req.rid) or needs_plain_step(req) or req.finished() or req.to_finish is not None:
                 continue
+            if getattr(req, _REFUSED, False):
+                continue
             if req.input_embeds is not None or req.multimodal_inputs is not None or remaining_tokens(req) < least:
                 continue
             if sequence_len(req) < self.psd_drafter_context:
                 sampling = wire_sampling(req, default_seed(self.server_args))
-                client.open(req.rid, [*req.origin_input_ids, *req.output_ids], sampling)
+                opened = client.open(req.rid, [*req.origin_input_ids, *req.output_ids], sampling)
+                setattr(req, _REFUSED, not opened)
 
     def _psd_take(self, reqs: list[Req], watch: Callable[[], bool]) -> Taken:
         """Drafts for the next verify; rank 0 shares what it has. ``watch`` runs while they are awaited."""

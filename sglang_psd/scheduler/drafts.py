@@ -112,19 +112,24 @@ class DraftClient:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def open(self, rid: str, token_ids: Sequence[int], sampling: Sampling) -> None:
-        """Hand a request over; an open one is replaced. One that the drafter would refuse stays here."""
+    def open(self, rid: str, token_ids: Sequence[int], sampling: Sampling) -> bool:
+        """Hand a request over; an open one is replaced.
+
+        Returns False for one that no drafter would take: it stays here, and need not be tried again.
+        """
         self._forget(rid)
         tokens = np.asarray(token_ids)
         if int(tokens.max()) >= self._vocab_limit:
-            return
+            return False
         message = Open(rid, tokens.astype(TOKEN).tobytes(), sampling)
         try:
             check_open(message)
         except ProtocolError:
-            return
+            return False
         if self._send(message):
             self._open.add(rid)
+            return True
+        return not self.usable  # the next drafter may take it; this one never will
 
     def commit(self, rows: Sequence[RoundRow]) -> float:
         """Report committed tokens and ask for the next drafts. Returns when it was sent (seconds)."""
@@ -222,8 +227,12 @@ class DraftClient:
             elif not self._receive_one(min(left, ALIVE_SLICE_S)) and not self._link.alive():
                 self._fail("its process has ended")
 
-    def tend(self) -> None:
-        """Once a turn: read what has come, notice a drafter that died or hangs, and compare notes now and then."""
+    def tend(self, known: Callable[[], set[str]] | None = None) -> None:
+        """Once a turn: read what has come, notice a drafter that died or hangs, and compare notes now and then.
+
+        ``known`` gives the ids of all requests that the scheduler still has: others are closed before notes are
+        compared.
+        """
         if not self.usable:
             return
         self.poll()
@@ -233,6 +242,8 @@ class DraftClient:
         if reason is not None and self.usable:
             self._fail(reason)
         elif self._vitals.ping_due():
+            if known is not None:
+                self.close(list(self._open - known()))
             self.ping()
 
     def give_up(self, reason: str) -> None:

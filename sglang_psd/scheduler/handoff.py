@@ -31,7 +31,7 @@ class Wanted:
 
 @dataclass
 class HandoffTotals:
-    """What has been handed over since the start; ``dropped`` rows found the mailbox full."""
+    """What has been handed over to this drafter; ``dropped`` rows found the mailbox full."""
 
     handoffs: int = 0
     rows: int = 0
@@ -61,6 +61,11 @@ class FeatureSender:
         The drafter's GPU as this process counts; None on a CPU.
     send : callable
         Sends a message to the drafter.
+
+    Raises
+    ------
+    ChannelDamagedError
+        The mailbox cannot be opened.
     """
 
     def __init__(self, handle: MailboxHandle, device_index: int | None, send: Callable[[Features], object]):
@@ -75,6 +80,10 @@ class FeatureSender:
     def release(self, end: int) -> None:
         """The drafter has read everything before position ``end`` of the mailbox."""
         self._ring.release(end)
+
+    def close(self) -> None:
+        """Unmap the mailbox; nothing can be handed over afterwards."""
+        self._writer.close()
 
     def hand_over(self, features: TargetFeatures, wanted: Sequence[Wanted]) -> None:
         """Send hidden states of accepted tokens.

@@ -52,6 +52,8 @@ class MembershipMixin(_Base):
 
     def _get_new_batch_prefill_raw(self, *args, **kwargs):
         """Requests pushed out for one that finds no room after all return to the queue; SGLang forgets them there."""
+        if self.psd is None:
+            return super()._get_new_batch_prefill_raw(*args, **kwargs)
         room.forget_adder()
         batch, running = super()._get_new_batch_prefill_raw(*args, **kwargs)
         if batch is None:
@@ -86,20 +88,26 @@ class MembershipMixin(_Base):
         return super().update_running_batch(batch)
 
     def _psd_drain(self, other: Slot, back_to: Slot) -> None:
-        """Process what ``other`` has in flight, and let all that runs there stand in its running batch."""
+        """Process what ``other`` has in flight; all that holds memory there runs then and may be retracted."""
         self._psd_finish(other)
         other.running.filter_batch()
-        read = other.last
-        if read is not None and read.forward_mode.is_extend():
-            other.last = None
-            # As ``get_next_batch_to_run`` does with what was read last, at that slot's next turn.
-            reading = [req for req in (self.chunked_req, read.chunked_req) if req is not None]
-            read.filter_batch(chunked_req_to_exclude=reading)
-            if not read.is_empty() and other.running.is_empty():
-                other.running = read
-            elif not read.is_empty():
-                other.running.merge_batch(read)
+        self._psd_let_run(other)
         self._psd_enter(back_to)
+
+    def _psd_let_run(self, slot: Slot) -> None:
+        """Move prompts that have been read to the running batch, as SGLang does at the slot's next turn."""
+        last = slot.last
+        if last is None or not last.forward_mode.is_extend():
+            return
+        slot.last = None
+        reading = [req for req in (self.chunked_req, last.chunked_req) if req is not None]
+        last.filter_batch(chunked_req_to_exclude=reading)
+        if last.is_empty():
+            return
+        if slot.running.is_empty():
+            slot.running = last
+        else:
+            slot.running.merge_batch(last)
 
     def _psd_retract(self, running: ScheduleBatch, req: Req) -> None:
         index = next(i for i, candidate in enumerate(running.reqs) if candidate is req)

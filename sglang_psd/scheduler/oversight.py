@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 from sglang_psd.telemetry.stats import PSDStats
 
@@ -85,12 +85,15 @@ class OversightMixin(_Base):
         self._psd_check_rows()
         self.invariant_checker.self_check_during_busy()
 
+    def _psd_everybody(self) -> list[Req]:
+        """Requests that run, wait, are being read or are in flight; some more than once."""
+        reading = [] if self.chunked_req is None else [self.chunked_req]
+        return [req for slot in self.psd_slots for req in slot.all_requests()] + list(self.waiting_queue) + reading
+
     def _psd_check_rows(self) -> None:
         """Every row of the request table is free, or held by one request that somebody here still knows."""
-        known = [req for slot in self.psd_slots for req in slot.all_requests()] + list(self.waiting_queue)
-        if self.chunked_req is not None:
-            known.append(self.chunked_req)
-        holders = {id(req): req.req_pool_idx for req in known if req.req_pool_idx is not None}
+        everybody = self._psd_everybody()
+        holders = {id(req): req.req_pool_idx for req in everybody if req.req_pool_idx is not None}
         free, size = self.req_to_token_pool.free_slots, self.req_to_token_pool.size
         held = set(holders.values())
         assert len(held) == len(holders), f"requests share a row: {sorted(holders.values())}"

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from sglang_psd.compat import check_draft_model
+from sglang_psd.errors import ProtocolError
 from sglang_psd.scheduler.acceptance_watch import AcceptanceWatch, Verdict
 from sglang_psd.scheduler.standby import StandbyKeeper
 from sglang_psd.scheduler.supervisor import DrafterSupervisor
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RecoveryMixin(_Base):
-    """Looks after the drafter once a turn; on rank 0 only, and without ever waiting."""
+    """Looks after the drafter once a turn; on rank 0 only, and never waiting for anything but new weights."""
 
     psd_client: DraftClient | None
     psd_process: DrafterProcess | None
@@ -76,20 +77,36 @@ class RecoveryMixin(_Base):
         client, supervisor, process = self.psd_client, self.psd_supervisor, self.psd_process
         if client is None or supervisor is None or process is None:
             return
-        client.tend()
+        # SGLang drops some without a forward: a prompt aborted between its chunks, the last request of a full pool.
+        client.tend(lambda: {req.rid for req in self._psd_everybody()})
         if self.psd_metrics is not None:
             self.psd_metrics.set_drafting(client.drafting)
         if not client.usable and supervisor.state == "up":
             if self.psd_metrics is not None:
                 self.psd_metrics.count_loss()
-            process.abandon()
+            self._psd_abandon(process)
             if self.psd.restart:
                 supervisor.lost(process)
             else:
                 supervisor.give_up("the drafter is lost, and 'restart' in --psd-config is false")
         successor = supervisor.tick()
         if successor is not None:
+            self._psd_take_on(successor, supervisor)
+
+    def _psd_take_on(self, successor: DrafterProcess, supervisor: DrafterSupervisor) -> None:
+        """Draft with a drafter that is ready; one whose mailbox cannot be opened is as good as lost."""
+        try:
             self._psd_adopt(successor)
+        except ProtocolError as error:
+            logger.error("PSD: a new drafter is of no use (%s).", error)
+            successor.abandon()
+            supervisor.lost(successor)
+
+    def _psd_abandon(self, process: DrafterProcess) -> None:
+        """Kill a drafter, and give back what of its memory is mapped here: its successor may need the room."""
+        process.abandon()
+        if self.psd_handoff is not None:
+            self.psd_handoff.close()
 
     def _psd_watch_acceptance(self, verified: int, accepted: int) -> None:
         """Count a round's drafts; act when they have become worthless."""
@@ -109,4 +126,4 @@ class RecoveryMixin(_Base):
             client.give_up(reason)
             supervisor.give_up(f"{reason} ('acceptance_floor': 0 in --psd-config would keep it on)")
             if self.psd_process is not None:
-                self.psd_process.abandon()
+                self._psd_abandon(self.psd_process)

@@ -114,10 +114,13 @@ def _is_number(value: Any) -> bool:
 
 def _is_table(rows: Any, width: int) -> bool:
     try:
-        table = np.asarray(rows, dtype=np.float32)
-    except (TypeError, ValueError):
+        table = np.asarray(rows)
+    except ValueError:  # rows of different lengths
         return False
-    return table.ndim == 2 and table.shape[1] == width and bool(np.isfinite(table).all())
+    # Text that reads as a number is none to torch, and whole numbers may be too large for either.
+    if table.ndim != 2 or table.shape[1] != width or table.dtype.kind not in "fiu":
+        return False
+    return bool(((table >= -LARGEST_NUMBER) & (table <= LARGEST_NUMBER)).all())
 
 
 def _shorten(value: Any, limit: int = 60) -> str:
@@ -150,10 +153,10 @@ def request_problem(
             return f"input_ids must lie between 0 and {vocab_size - 1}, got {outside[0]}."
         if not len(ids) and request.session_params is None:
             return "The prompt must hold at least one token."
-    if request.input_embeds and not bfloat16:
+    if request.input_embeds is not None and not bfloat16:
         return "input_embeds need a target in bfloat16; start the server with --dtype bfloat16."
-    if request.input_embeds and not _is_table(request.input_embeds, hidden_size):
-        return f"input_embeds must hold rows of {hidden_size} finite numbers."
+    if request.input_embeds is not None and not _is_table(request.input_embeds, hidden_size):
+        return f"input_embeds must hold rows of {hidden_size} numbers up to {LARGEST_NUMBER:g}, one row at least."
     top = request.top_logprobs_num
     if top is not None and not (_is_whole(top) and 0 <= top <= vocab_size):
         return f"top_logprobs_num must be a whole number from 0 to {vocab_size}, got {_shorten(top)}."

@@ -105,8 +105,9 @@ def keep_features(
     rows, output.hidden_states = output.hidden_states, None
     if rows is None:
         return None
-    if rows.is_cuda and width:
-        # A CUDA graph writes into the same memory again at the other slot's launch.
+    if rows.is_cuda and (width or not last_only):
+        # A CUDA graph writes into the same memory again at the other slot's launch. Prefills that hand out all hidden
+        # states are run by one only where the server was started for users who may ask for all of them.
         rows = rows.clone()
     counts = None if width else list(batch.extend_lens)
     if batch.return_hidden_states:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_psd.transfer import to_device
+
 
 @dataclass
 class PenaltyRow:
@@ -46,12 +48,12 @@ class PenaltyRow:
     stop_ids: Sequence[int]
 
 
-def count_tokens(counts: torch.Tensor | None, new_tokens: Sequence[int], vocab_size: int, device) -> torch.Tensor:
+def count_tokens(counts: torch.Tensor | None, new_tokens: Sequence[int], vocab_size: int, device: str) -> torch.Tensor:
     """Add tokens to a request's counts; ``counts`` None starts from nothing. Returns ``[V] float32``."""
     if counts is None:
         counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
     if len(new_tokens):
-        index = torch.tensor(list(new_tokens), dtype=torch.int64).to(device, non_blocking=True)
+        index = to_device(torch.tensor(list(new_tokens), dtype=torch.int64), device)
         counts.index_add_(0, index, torch.ones_like(index, dtype=torch.float32))
     return counts
 
@@ -69,13 +71,15 @@ def apply_penalties(logits: torch.Tensor, drafts: torch.Tensor, rows: Sequence[P
     """
     if not rows:
         return
-    index = torch.tensor([row.row for row in rows]).to(logits.device, non_blocking=True)
+    device = logits.device.type
+    index = to_device(torch.tensor([row.row for row in rows]), device)
+    strengths = torch.tensor([[row.frequency, row.presence, row.repetition] for row in rows], dtype=torch.float32)
+    frequency, presence, repetition = to_device(strengths.T.contiguous(), device).view(3, -1, 1, 1)
     counts = _chunk_counts(torch.stack([row.counts for row in rows]), drafts[index])
     penalised = logits[index].float()
-    penalised -= counts * _column(rows, "frequency", logits.device)
+    penalised -= counts * frequency
     seen = counts > 0
-    penalised -= seen * _column(rows, "presence", logits.device)
-    repetition = _column(rows, "repetition", logits.device)
+    penalised -= seen * presence
     scaled = torch.where(penalised < 0, penalised * repetition, penalised / repetition)
     penalised = torch.where(seen, scaled, penalised)
     _forbid_stops(penalised, rows)
@@ -93,15 +97,10 @@ def _chunk_counts(counts: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
     return chunk
 
 
-def _column(rows: Sequence[PenaltyRow], name: str, device) -> torch.Tensor:
-    values = torch.tensor([getattr(row, name) for row in rows], dtype=torch.float32)
-    return values.to(device, non_blocking=True).view(-1, 1, 1)
-
-
 def _forbid_stops(penalised: torch.Tensor, rows: Sequence[PenaltyRow]) -> None:
     for i, row in enumerate(rows):
         positions = min(penalised.shape[1], row.min_new_tokens - row.num_generated)
         stops = [token for token in row.stop_ids if 0 <= token < penalised.shape[2]]
         if positions > 0 and stops:
-            index = torch.tensor(stops, dtype=torch.int64).to(penalised.device, non_blocking=True)
+            index = to_device(torch.tensor(stops, dtype=torch.int64), penalised.device.type)
             penalised[i, :positions].index_fill_(1, index, float("-inf"))

@@ -24,7 +24,7 @@ class DrafterMetrics:
             multiprocess_mode="mostrecent",
         ).labels(**labels)
         self._losses = Counter(
-            "sglang:psd_drafter_losses_total", "Drafters that were lost or given up.", list(labels)
+            "sglang:psd_drafter_losses_total", "Drafters that were lost since the server started.", list(labels)
         ).labels(**labels)
         self._drafting_was: bool | None = None
 

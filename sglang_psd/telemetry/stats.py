@@ -62,7 +62,7 @@ class RoundRecord:
 
 @dataclass
 class PSDStats:
-    """Totals since start, and medians over the last rounds."""
+    """Totals since the start or the last flush of the cache, and medians over the last rounds."""
 
     rounds: int = 0
     requests_verified: int = 0

@@ -66,6 +66,21 @@ def no_memory_at_start() -> None:
     model.load_worker = load
 
 
+def hide_mailbox() -> None:
+    """It says that it is ready, and its mailbox is not where it says."""
+    import msgspec
+
+    from sglang_psd.channel import mailbox
+
+    original = mailbox.Mailbox.handle
+
+    def handle(self):
+        found = original(self)
+        return msgspec.structs.replace(found, path=found.path + "-gone")
+
+    mailbox.Mailbox.handle = handle
+
+
 def die_at_start() -> None:
     """Crash while loading."""
     os.kill(os.getpid(), signal.SIGKILL)

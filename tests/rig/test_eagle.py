@@ -12,6 +12,7 @@ import pytest
 from sglang_psd.resources import TINY_EAGLE3, TINY_TARGET, load_prompts
 from tests.heads import Replica
 from tests.models import BOS
+from tests.rig import sabotage
 from tests.rig.law import exact_law, p_value
 from tests.rig.oracle import Oracle, assert_prefixes, make_prompts
 from tests.rig.rig import Ask, Output, Rig
@@ -370,6 +371,15 @@ def test_a_lost_head_comes_back(run_case: RunCase, models: Path, oracle: Oracle,
     assert_prefixes(outcome.outputs, [40] * 16, truth[:7] + truth)
     assert outcome.states == ["up", "waiting", "starting", "up"]
     assert outcome.accepted > 50, "the new drafter's drafts are of no use"
+
+
+def test_a_successor_without_a_mailbox_is_no_successor(run_case: RunCase, models: Path, oracle: Oracle) -> None:
+    """It ended between its greeting and the opening of its mailbox, or somebody removed the file."""
+    outcome = run_case(lose_and_recover, models, kill, [None, sabotage.hide_mailbox], 2, **HEAD)
+    truth = oracle.greedy(PROMPTS[:9], target="B")
+    assert_prefixes(outcome.outputs, [40] * 16, truth[:7] + truth)
+    assert outcome.states == ["up", *["waiting", "starting"] * 2, "up"]
+    assert outcome.report["drafter"]["restarts"] == 2 and outcome.accepted > 50
 
 
 @pytest.mark.parametrize("fault", ["duplicated", "reordered", "dropped", "corrupted"])

@@ -346,6 +346,30 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(run_case, models, oracle) -
     assert_prefixes(run_case(case), [LENGTH] * 9, oracle.greedy(PROMPTS))
 
 
+def test_a_name_that_no_message_can_hold(run_case, models, oracle) -> None:
+    """A lone surrogate is valid JSON: the request is served without drafts, and offered to the drafter once."""
+
+    def case() -> tuple[list[Output], list[str]]:
+        with Rig(models, loop="overlapped") as rig:
+            client, offered = rig.scheduler.psd_client, []
+            original = client.open
+
+            def note(rid: str, *args) -> bool:
+                offered.append(rid)
+                return original(rid, *args)
+
+            client.open = note
+            rids = [rig.submit(ids, LENGTH, rid=rid) for ids, rid in zip(PROMPTS, ("\ud800", "fine"))]
+            rig.run_until_done()
+            rig.idle_check()
+            return [rig.output(rid) for rid in rids], offered
+
+    outputs, offered = run_case(case)
+    assert_prefixes(outputs, [LENGTH] * 2, oracle.greedy(PROMPTS[:2]))
+    assert sorted(offered) == ["fine", "\ud800"]
+    assert outputs[0].accepted == 0 < outputs[1].accepted
+
+
 def test_two_live_requests_of_one_name(run_case, models, oracle) -> None:
     """SGLang's front end refuses them; should they get through, both get their text and the drafter leaks nothing."""
 

@@ -85,6 +85,31 @@ def test_abort_between_chunks_of_a_prompt(run_case, models, oracle, loop, turns)
     assert_plain(run_case(case), truth, [20, 20], {0})
 
 
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+def test_a_prompt_aborted_between_chunks_leaves_the_drafter(run_case, models, mode) -> None:
+    """No forward brings it back; on a server that is never idle such prompts would pile up in the drafter's pool."""
+
+    def case() -> None:
+        from sglang_psd.scheduler import vitals
+
+        vitals.PING_EVERY_S = 0.05
+        with Rig(models, "D_mid", 3, mode, chunked_prefill_size=8) as rig:
+            other = rig.submit(PROMPTS[1], 400)
+            rig.turns(4)
+            first = rig.submit(PROMPTS[5] * 3, 20)
+            rig.turns(3)
+            assert rig.scheduler.chunked_req is rig.request(first) and rig.open_in_drafter == 2
+            rig.abort(first)
+            rig.run_until(lambda: rig.open_in_drafter == 1, "the prompt to leave")
+            rig.run_until(lambda: rig.scheduler.psd_client.stats is not None, "an answer of the drafter")
+            assert rig.unfinished() == [other]
+            rig.abort(other)
+            rig.run_until_done()
+            rig.idle_check()
+
+    run_case(case)
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("turns", [1, 2, 3, 4])
 def test_the_drafter_forgets_a_prompt_that_is_aborted(run_case, models, loop, turns) -> None:
@@ -230,6 +255,26 @@ def test_single_requests_do_not_starve_each_other(run_case, models, oracle, pool
     outputs = run_case(case)
     assert_prefixes(outputs, [LONGEST] * 3, oracle.greedy([PROMPTS[i] for i in (1, 2, 3)]))
     assert sum(output.retractions for output in outputs) > 0, "the pool was not small enough for this test"
+
+
+def test_a_prompt_just_read_gives_way(run_case, models, oracle) -> None:
+    """It holds the memory that a lone request in the other slot needs, and has not begun to decode."""
+    long_prompt = (PROMPTS[5] * 9)[:68]
+
+    def case() -> list[Output]:
+        # A low conservativeness makes admission ignore what a chunk of nine tokens will need.
+        options = {"max_total_tokens": 100, "schedule_conservativeness": 0.05}
+        with Rig(models, "D_same", 8, loop="overlapped", **options) as rig:
+            rids = [rig.submit(PROMPTS[1], LONGEST)]
+            rig.run_until(lambda: len(rig.request(rids[0]).output_ids) == 10, "ten tokens")
+            rids.append(rig.submit(long_prompt, 2))
+            rig.run_until_done()
+            rig.idle_check()
+            return [rig.output(rid) for rid in rids]
+
+    outputs = run_case(case)
+    assert_prefixes(outputs, [LONGEST, 2], oracle.greedy([PROMPTS[1], long_prompt]))
+    assert [output.retractions for output in outputs] == [0, 1], "the pool was not small enough for this test"
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -272,3 +272,14 @@ def test_missing_matplotlib_is_said_before_anything_runs(monkeypatch: pytest.Mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PSDConfigError, match=re.escape("sglang-psd[bench]")):
         require_matplotlib()
+
+
+def test_the_page_of_the_benchmark_lists_every_figure() -> None:
+    """docs/benchmark.md, by what a run has written."""
+    page = (DOCS / "benchmark.md").read_text().split("## Figures", 1)[1].split("## Pictures", 1)[0]
+    listed = set(re.findall(r"`(\w+)`", page))
+    cells = json.loads((DOCS / "results" / "cpu_bench.json").read_text())["cells"].values()
+    written = {name for cell in cells for measured in cell["measurements"] for name in measured}
+    rounds = {name for cell in cells for measured in cell["measurements"] for name in measured.get("rounds") or {}}
+    assert written and rounds and written <= listed
+    assert {re.sub("_p(50|99)$", "", name) for name in rounds} <= listed

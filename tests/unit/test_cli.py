@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from sglang_psd.cli import main
 from sglang_psd.resources import NUM_PROMPTS, PROMPTS, load_prompts
+
+RESULT = str(Path(__file__).parents[2] / "docs" / "results" / "cpu_bench.json")
 
 
 @pytest.mark.parametrize(
@@ -21,6 +25,12 @@ from sglang_psd.resources import NUM_PROMPTS, PROMPTS, load_prompts
         (["demo", "--head", "~/nonexistent"], "--head '~/nonexistent' is no folder"),
         (["bench", "--target", ""], "--target '' is no folder"),
         (["bench", "--draft", "./nonexistent"], "--draft './nonexistent' is no folder"),
+        (["bench", "--dataset", "/nonexistent"], "--dataset knows random-ids, prompts, and '/nonexistent' is no file"),
+        (["bench", "--timeline", "x", "--trace-file", "/nonexistent"], "--trace-file /nonexistent is no file"),
+        (["bench", "--timeline", "x", "--trace-file", __file__], f"--trace-file {__file__} holds no step trace"),
+        (["bench", "--report", "/dev/null/x", "--results", RESULT], "/dev/null cannot be used (File exists)"),
+        (["bench", "--logs", "/dev/null/x"], "/dev/null/x cannot be used (Not a directory)"),
+        (["demo", "--out", "/dev/null/x"], "/dev/null/x cannot be used (Not a directory)"),
     ],
 )
 def test_what_cannot_work_gets_one_sentence(given: list[str], sentence: str, capsys: pytest.CaptureFixture) -> None:

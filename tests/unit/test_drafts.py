@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_psd.channel import messages as m
 from sglang_psd.channel.draft_rows import DraftRow
-from sglang_psd.errors import ProtocolError
+from sglang_psd.errors import ProtocolError, UnsendableError
 from sglang_psd.scheduler import vitals
 from sglang_psd.scheduler.answers import DraftAnswer
 from sglang_psd.scheduler.drafts import DraftClient
@@ -338,9 +338,9 @@ def test_a_death_while_idle_is_noticed() -> None:
         ({"tokens": np.array([1, 100, 3], m.TOKEN).tobytes()}, "token"),
         ({"tokens": np.array([1, -1, 3], m.TOKEN).tobytes()}, "token"),
         ({"law_ids": np.full(12, 100, m.TOKEN).tobytes()}, "token"),
-        ({"law_probs": np.full(12, np.nan, m.PROB).tobytes()}, "law"),
-        ({"law_probs": np.full(12, -0.1, m.PROB).tobytes()}, "law"),
-        ({"law_probs": np.full(12, np.inf, m.PROB).tobytes()}, "law"),
+        ({"law_probs": np.full(12, np.nan, m.PROB).tobytes()}, "distribution"),
+        ({"law_probs": np.full(12, -0.1, m.PROB).tobytes()}, "distribution"),
+        ({"law_probs": np.full(12, np.inf, m.PROB).tobytes()}, "distribution"),
         ({"num_steps": 4, "tokens": bytes(16), "law_ids": bytes(64), "law_probs": bytes(64)}, "at most"),
     ],
 )
@@ -356,7 +356,7 @@ def test_drafts_that_cannot_be_verified_are_refused(change: dict, word: str, cap
 
 def test_tokens_that_the_draft_model_lacks_never_reach_it() -> None:
     bench = Bench()
-    bench.client.open("a", [1, 100, 2], GREEDY)
+    assert not bench.client.open("a", [1, 100, 2], GREEDY)
     assert not bench.channel.sent and not bench.client.is_open("a")
     bench.begin("b")
     bench.client.commit([m.RoundRow("b", 7, [100])])
@@ -374,8 +374,25 @@ def test_tokens_that_the_draft_model_lacks_never_reach_it() -> None:
 def test_a_request_that_the_drafter_would_refuse_stays_here(rid: str, tokens: list[int], sampling: m.Sampling) -> None:
     """Handed over it would come back as unknown for ever; it is served without drafts."""
     bench = Bench()
-    bench.client.open(rid, tokens, sampling)
+    assert not bench.client.open(rid, tokens, sampling)
     assert not bench.channel.sent and not bench.client.is_open(rid) and bench.client.usable
+
+
+def test_a_request_that_cannot_be_sent_need_not_be_tried_again(monkeypatch) -> None:
+    """Where it was the channel that failed, the next drafter may take it."""
+    bench = Bench()
+    assert bench.client.open("a", [1, 2], GREEDY) and bench.client.is_open("a")
+
+    def refuse(message: m.Message) -> None:
+        raise UnsendableError("too long")
+
+    monkeypatch.setattr(bench.channel, "send", refuse)
+    assert not bench.client.open("b", [1, 2], GREEDY)
+    assert not bench.client.is_open("b") and bench.client.usable
+    monkeypatch.undo()
+    bench.channel.full = True
+    assert bench.client.open("c", [1, 2], GREEDY)
+    assert not bench.client.is_open("c") and not bench.client.usable
 
 
 def test_two_rows_of_one_name_are_drafted_for_neither() -> None:

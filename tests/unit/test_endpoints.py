@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -21,6 +22,7 @@ from sglang_psd.channel import pulse, transport
 from sglang_psd.channel.endpoints import CurveKeys, PrivateEndpoint, check_endpoint
 from sglang_psd.channel.pulse import PulseReader, PulseSender
 from sglang_psd.channel.transport import Channel
+from sglang_psd.drafter import process as process_module
 from sglang_psd.drafter.process import DrafterProcess
 from sglang_psd.drafter.spec import DrafterSpec
 from sglang_psd.errors import DrafterStartError, EndpointError, UnsendableError
@@ -336,3 +338,21 @@ def test_a_drafter_without_room_for_its_sockets_is_named_and_gone() -> None:
     with pytest.raises(EndpointError, match=r"sockets cannot be opened .*[Nn]o space"):
         Homeless(SPEC, os.environ)
     assert started[0].wait(10) == -9
+
+
+def test_a_socket_is_closed_when_there_is_no_room_for_the_other(monkeypatch) -> None:
+    opened: list[Channel] = []
+
+    class Kept(Channel):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            opened.append(self)
+
+    def full(*_: Any) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(process_module, "Channel", Kept)
+    monkeypatch.setattr(process_module, "PulseReader", full)
+    with pytest.raises(EndpointError, match="sockets cannot be opened"):
+        Sleeper(SPEC, os.environ)
+    assert len(opened) == 1 and opened[0]._socket.closed

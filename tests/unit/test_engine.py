@@ -266,7 +266,7 @@ def test_on_the_targets_device_the_pause_is_left_to_it(monkeypatch: pytest.Monke
         return forward(self, *args, **kwargs)
 
     def count_slots(self, states, lengths):
-        if in_pause and any(state.num_slots < length for state, length in zip(states, lengths)):
+        if any(state.num_slots < length for state, length in zip(states, lengths)):
             taken.append(len(states))
         return reserve_all(self, states, lengths)
 
@@ -277,6 +277,7 @@ def test_on_the_targets_device_the_pause_is_left_to_it(monkeypatch: pytest.Monke
     tokens = [1, 2, 3]
     engine.open(Open("a", np.array(tokens, TOKEN).tobytes(), LAWS[0]))
     engine.prefill_some()
+    taken.clear()
     gained = [next_token(5)]
     for i in range(15):
         tokens += gained
@@ -292,3 +293,21 @@ def test_on_the_targets_device_the_pause_is_left_to_it(monkeypatch: pytest.Monke
         in_pause = False
     assert len(fed) > 15 and not any(fed)
     assert taken == [1]
+
+
+@pytest.mark.parametrize(("kv_tokens", "short"), [(500, 14), (40, 0)])
+def test_a_drafter_that_never_rests_takes_slots_for_many_rounds(kv_tokens: int, short: int) -> None:
+    """All rounds but the first find theirs, unless the pool is too small to take any that nobody needs yet."""
+    engine = Play(0, kv_tokens=kv_tokens, integrity_checks=True, shares_device=False).engine
+    tokens, gained, found = [1, 2, 3], [next_token(5)], []
+    engine.open(Open("a", np.array(tokens, TOKEN).tobytes(), LAWS[0]))
+    engine.prefill_some()
+    for i in range(15):
+        tokens += gained
+        rows = [RoundRow("a", len(tokens), gained)]
+        answer = engine.draft_known(Round(i, rows, STEPS), 0.0)
+        found.append(answer is not None)
+        drafts = np.frombuffer((answer or engine.draft(i, rows, STEPS, 0.0)).tokens, TOKEN).tolist()
+        assert drafts == drafts_after(tokens, STEPS)
+        gained = drafts[:1]
+    assert sum(found) == short

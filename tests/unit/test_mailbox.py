@@ -10,6 +10,7 @@ import torch
 
 from sglang_psd.channel.mailbox import Mailbox, MailboxWriter
 from sglang_psd.channel.messages import CudaHandle, FeatureRow, Features, Hello, MailboxHandle, decode, encode
+from sglang_psd.errors import ChannelDamagedError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,6 +29,21 @@ def test_rows_arrive(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_the_file_is_private(tmp_path: Path) -> None:
     path = Path(Mailbox(2, 2, torch.float32, "cpu", str(tmp_path)).handle().path)
     assert path.parent == tmp_path and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_mailbox_that_is_gone_is_one_error(tmp_path: Path) -> None:
+    handle = Mailbox(2, 2, torch.float32, "cpu", str(tmp_path)).handle()
+    for broken in ({"path": handle.path + "-gone"}, {"dtype": "float64"}, {"rows": 0}, {"rows": 3}):
+        with pytest.raises(ChannelDamagedError, match="mailbox cannot be opened"):
+            MailboxWriter(msgspec.structs.replace(handle, **broken), None)
+
+
+def test_a_closed_mailbox_is_unmapped(tmp_path: Path) -> None:
+    handle = Mailbox(2, 2, torch.float32, "cpu", str(tmp_path)).handle()
+    writer = MailboxWriter(handle, None)
+    mapped = Path("/proc/self/maps").read_text().count(handle.path)
+    writer.close()
+    assert Path("/proc/self/maps").read_text().count(handle.path) == mapped - 1
 
 
 def test_messages_survive_the_wire() -> None:

@@ -132,8 +132,12 @@ def test_anything_at_all_is_taken_or_refused_in_one_line(given_values: dict, lea
 
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.dictionaries(st.sampled_from(["top_logprobs_num", "token_ids_logprob", "logprob_start_len"]), ANYTHING))
-def test_any_wish_for_log_probabilities_is_taken_or_refused_in_one_line(wish: dict) -> None:
+@given(
+    st.dictionaries(
+        st.sampled_from(["top_logprobs_num", "token_ids_logprob", "logprob_start_len", "input_embeds"]), ANYTHING
+    )
+)
+def test_any_other_wish_is_taken_or_refused_in_one_line(wish: dict) -> None:
     request = SimpleNamespace(**{**REQUEST, **wish})
     problem = request_problem(request, VOCAB, 4, custom_processors=False, bfloat16=True)
     assert problem is None or ("\n" not in problem and len(problem) < 200)
@@ -185,6 +189,13 @@ SESSION = {"id": "s", "rid": None, "offset": None}
         ({"input_embeds": [[0.5] * 4]}, None),
         ({"input_embeds": [[0.5] * 3]}, "input_embeds"),
         ({"input_embeds": [[0.5, 0.5, 0.5, float("nan")]]}, "input_embeds"),
+        ({"input_embeds": [[0.5, 1, True, -2.0]]}, None),
+        ({"input_embeds": [[0.5, 0.5, 0.5, "1"]]}, "input_embeds"),
+        ({"input_embeds": [["a", "b", "c", "d"]]}, "input_embeds"),
+        ({"input_embeds": [[0.5, 0.5, 0.5, 10**400]]}, "input_embeds"),
+        ({"input_embeds": [[0.5, 0.5, 0.5, 1e39]]}, "input_embeds"),
+        ({"input_embeds": [[0.5] * 4, [0.5] * 3]}, "input_embeds"),
+        ({"input_embeds": [], "input_ids": []}, "input_embeds"),
         ({"top_logprobs_num": 321}, "top_logprobs_num"),
         ({"top_logprobs_num": -1}, "top_logprobs_num"),
         ({"top_logprobs_num": 1.5}, "top_logprobs_num"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -127,3 +129,18 @@ def test_a_full_disk_ends_the_trace_only(caplog, recwarn) -> None:
     writer.flush()
     writer.close()
     assert len(caplog.records) == 1 and not list(recwarn)
+
+
+def test_the_page_lists_every_field_and_no_other(tmp_path) -> None:
+    """docs/trace.md, by a file with one line of each kind."""
+    path = tmp_path / "trace.jsonl"
+    writer = TraceWriter(str(path))
+    writer.write_round(dataclasses.replace(RECORD, preempted=["d"]))
+    writer.write_prefill(0, ["a"], 7, 1.0, 2.0)
+    writer.write_draft(3, ["a"], 1.0, 4.0, (2.0, 3.0))
+    writer.close()
+    kinds = [set(json.loads(line)) - {"type"} for line in path.read_text().splitlines()]
+    page = (Path(__file__).parents[2] / "docs" / "trace.md").read_text(encoding="utf-8")
+    for written, section in zip(kinds, page.split("\n## ")[1:]):
+        rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+        assert set(re.findall(r"`(\w+)`", " ".join(rows))) == written, section.splitlines()[0]
