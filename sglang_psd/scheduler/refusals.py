@@ -33,6 +33,14 @@ WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
 }
 MAY_BE_ABSENT = ("max_new_tokens", "sampling_seed", "stream_interval")
 NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+# What the scheduler looks up and sorts with, and what it is then.
+LABELS: dict[str, tuple[type, str]] = {
+    "extra_key": (str, "a string"),
+    "routing_key": (str, "a string"),
+    "session_id": (str, "a string"),
+    "lora_id": (str, "a string"),
+    "priority": (Integral, "a whole number"),
+}
 # Logits may be divided by the smallest and have the largest added, and stay finite in float32.
 SMALLEST_SCALE, LARGEST_NUMBER = 1e-30, 1e30
 
@@ -169,7 +177,7 @@ def request_problem(
     start = request.logprob_start_len
     if start is not None and not (_is_whole(start) and start >= -1):
         return f"logprob_start_len must be a whole number, -1 or more, got {_shorten(start)}."
-    if (problem := _session_problem(request.session_params)) is not None:
+    if (problem := _label_problem(request) or _session_problem(request.session_params)) is not None:
         return problem
     if request.positional_embed_overrides is not None and not _are_overrides(
         request.positional_embed_overrides, hidden_size
@@ -177,6 +185,18 @@ def request_problem(
         return f"positional_embed_overrides must hold vectors of {hidden_size} numbers; JSON cannot: use /v1/score."
     if custom_processors and request.custom_logit_processor:
         return _processor_problem(request.custom_logit_processor)
+    return None
+
+
+def _label_problem(request: Any) -> str | None:
+    """What is wrong with the labels of a request, which SGLang takes for hashable and comparable.
+
+    A list, which is how a batch names them, reaches the scheduler with a single request.
+    """
+    for name, (kind, wanted) in LABELS.items():
+        value = getattr(request, name)
+        if value is not None and not isinstance(value, kind):
+            return f"{name} of a single request must be {wanted}, got {_shorten(value)}."
     return None
 
 
@@ -255,6 +275,8 @@ class RefusalsMixin(_Base):
         recv_req.input_ids, recv_req.input_embeds = array("q", [0]), None
         recv_req.return_logprob, recv_req.top_logprobs_num, recv_req.logprob_start_len = False, 0, -1
         recv_req.custom_logit_processor = recv_req.positional_embed_overrides = None
+        for label in LABELS:
+            setattr(recv_req, label, None)
         recv_req.session_params = None  # a refused request leaves its session as it was
 
     def _psd_refuse(self, req: Req) -> None:

@@ -36,6 +36,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"fields": {"return_logprob": True, "token_ids_logprob": [400]}}, "token_ids_logprob"),
     ({"fields": {"return_logprob": True, "logprob_start_len": -7}}, "logprob_start_len"),
     ({"fields": {"input_embeds": [[0.1] * 64] * 3}}, "bfloat16"),
+    ({"fields": {"extra_key": ["salt"]}}, "extra_key"),
+    ({"fields": {"priority": "high"}}, "priority"),
     ({"fields": {"custom_logit_processor": '{"callable": "00"}'}}, "custom_logit_processor"),
 ]
 # Single requests with limits that are unusual and fine.

@@ -159,6 +159,11 @@ REQUEST = {
     "logprob_start_len": -1,
     "custom_logit_processor": None,
     "positional_embed_overrides": None,
+    "extra_key": None,
+    "routing_key": None,
+    "session_id": None,
+    "lora_id": None,
+    "priority": None,
 }
 SESSION = {"id": "s", "rid": None, "offset": None}
 
@@ -178,6 +183,12 @@ SESSION = {"id": "s", "rid": None, "offset": None}
         ({"session_params": SimpleNamespace(**{**SESSION, "rid": {"a": 1}})}, "session_params"),
         ({"session_params": SimpleNamespace(**{**SESSION, "offset": "x"})}, "session_params"),
         ({"session_params": SimpleNamespace(**{**SESSION, "offset": 2.5})}, "session_params"),
+        ({"extra_key": "salt", "routing_key": "r", "session_id": "s", "priority": -3}, None),
+        ({"extra_key": ["salt"]}, "extra_key"),
+        ({"lora_id": {"a": 1}}, "lora_id"),
+        ({"routing_key": 5}, "routing_key"),
+        ({"session_id": ["s"]}, "session_id"),
+        ({"priority": "high"}, "priority"),
         ({"positional_embed_overrides": {"a": 1}}, "positional_embed_overrides"),
         ({"positional_embed_overrides": [[0.5] * 4]}, "positional_embed_overrides"),
         ({"token_ids_logprob": [0, 319]}, None),
