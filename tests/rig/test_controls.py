@@ -109,3 +109,34 @@ def test_nothing_to_record_is_no_reason_to_end(run_case, models, oracle) -> None
             return [rig.output(rid) for rid in rids]
 
     assert_prefixes(run_case(case), [20] * 2, oracle.greedy(PROMPTS[:2]))
+
+
+def test_a_control_message_that_fails_is_answered(run_case, models, oracle) -> None:
+    """At once, or in a forward after it; requests go on."""
+
+    def case() -> tuple[list[Any], list[Output]]:
+        from sglang.srt.managers import io_struct as io
+
+        group = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody's"}
+        messages = [
+            io.UpdateWeightsFromDistributedReqInput(flush_cache=False, **group),
+            io.UpdateWeightsFromDistributedReqInput(flush_cache=False, **{**group, "dtypes": ["int3"]}),
+            io.UpdateWeightsFromTensorReqInput(flush_cache=False, serialized_named_tensors=[b"AAAA"]),
+            io.ProfileReq(profile_by_stage=True, output_dir="/nonexistent", activities=["CPU"]),
+            io.ProfileReq(num_steps=1, output_dir="/proc/nowhere", activities=["CPU"]),
+            *(io.SlowDownReqInput(forward_sleep_time=sleep_s) for sleep_s in (1e30, float("nan"))),
+        ]
+        with Rig(models, "D_same", 3) as rig:
+            rids = [rig.submit(ids, 40) for ids in PROMPTS[:4]]
+            answers = []
+            for message in messages:
+                answers.append(rig.scheduler._request_dispatcher(message))
+                rig.turns(3)
+            rig.run_until_done()
+            rig.idle_check()
+            return answers, [rig.output(rid) for rid in rids]
+
+    answers, outputs = run_case(case)
+    assert_prefixes(outputs, [40] * 4, oracle.greedy(PROMPTS[:4]))
+    assert [answer.success for answer in answers[:3]] == [False] * 3 and all(answer.message for answer in answers[:3])
+    assert all(answer is not None for answer in answers)
