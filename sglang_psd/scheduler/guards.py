@@ -10,12 +10,20 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler as _Base
 else:
     _Base = object
 
 logger = logging.getLogger(__name__)
+
+# Fields of SGLang's answers: those that say that nothing was done, with what they say then, and those with a reason.
+SAYS_NO: dict[str, Any] = {"success": False, "updated": False, "parameter": None, "session_id": None}
+REASONS = ("message", "error_message")
+# Control messages that nobody waits for.
+WITHOUT_ANSWER = ("CloseSessionReqInput", "ConfigureLoggingReq", "ContinueGenerationReqInput", "FreezeGCReq")
 
 
 class GuardedDispatcher:
@@ -45,34 +53,30 @@ class GuardedDispatcher:
         try:
             return self._stock(message)
         except Exception as error:
-            answer_type = failure_type(type(message))
-            if answer_type is None:
+            name = type(message).__name__
+            answer_type = failure_type(name)
+            if answer_type is None and name not in WITHOUT_ANSWER:
                 raise
-            logger.exception("%s failed; the server goes on.", type(message).__name__)
-            return failure(answer_type, f"{type(error).__name__}: {error}")
+            logger.exception("%s failed; the server goes on.", name)
+            return None if answer_type is None else failure(answer_type, f"{type(error).__name__}: {error}")
 
 
-def failure_type(message_type: type) -> type | None:
-    """Answer of a control message that can say "no"; None of other messages."""
+def failure_type(name: str) -> type | None:
+    """Answer to the control messages of class ``name`` where it can say "no"; None of others."""
     from sglang.srt.managers import io_struct
 
-    name = message_type.__name__
-    named = "LoRAUpdateOutput" if "LoRAAdapter" in name else name.removesuffix("Input") + "Output"
-    answer_type = getattr(io_struct, named, None)
-    fields = getattr(answer_type, "__struct_fields__", ())
-    return answer_type if {"success", "updated", "parameter"} & set(fields) else None
+    answer = "LoRAUpdateOutput" if "LoRAAdapter" in name else name.removesuffix("Input") + "Output"
+    answer_type = getattr(io_struct, answer, None)
+    if answer_type is None:
+        return None
+    fields = {field.name: field for field in msgspec.structs.fields(answer_type)}
+    required = {name for name, field in fields.items() if field.required}
+    return answer_type if fields.keys() & SAYS_NO.keys() and required <= SAYS_NO.keys() | set(REASONS) else None
 
 
 def failure(answer_type: type, reason: str) -> Any:
     """An answer without success; ``reason`` where it has a place for one."""
-    values = {
-        "success": False,
-        "updated": False,
-        "message": reason,
-        "error_message": reason,
-        "parameter": None,
-        "session_id": None,
-    }
+    values = {**SAYS_NO, **dict.fromkeys(REASONS, reason)}
     fields = answer_type.__struct_fields__  # type: ignore[attr-defined]
     return answer_type(**{name: value for name, value in values.items() if name in fields})
 

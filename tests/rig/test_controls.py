@@ -111,6 +111,28 @@ def test_nothing_to_record_is_no_reason_to_end(run_case, models, oracle) -> None
     assert_prefixes(run_case(case), [20] * 2, oracle.greedy(PROMPTS[:2]))
 
 
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        ("SetInternalStateReq", {"updated": False}),
+        ("ProfileReq", {"success": False, "message": "why"}),
+        ("OpenSessionReqInput", {"success": False, "session_id": None}),
+        ("UnloadLoRAAdapterReqInput", {"success": False, "error_message": "why"}),
+        ("GetWeightsByNameReqInput", {"parameter": None}),
+        ("TokenizedGenerateReqInput", None),  # a request: checked before
+        ("GetInternalStateReq", None),  # its answer cannot say so
+    ],
+)
+def test_which_answers_can_say_no(sglang_loaded, message, answer) -> None:
+    from sglang_psd.scheduler.guards import failure, failure_type
+
+    answer_type = failure_type(message)
+    assert (answer_type is None) == (answer is None)
+    if answer_type is not None:
+        found = failure(answer_type, "why")
+        assert {name: getattr(found, name) for name in answer} == answer
+
+
 def test_a_control_message_that_fails_is_answered(run_case, models, oracle) -> None:
     """At once, or in a forward after it; requests go on."""
 
@@ -124,6 +146,7 @@ def test_a_control_message_that_fails_is_answered(run_case, models, oracle) -> N
             io.UpdateWeightsFromTensorReqInput(flush_cache=False, serialized_named_tensors=[b"AAAA"]),
             io.ProfileReq(profile_by_stage=True, output_dir="/nonexistent", activities=["CPU"]),
             io.ProfileReq(num_steps=1, output_dir="/proc/nowhere", activities=["CPU"]),
+            io.ConfigureLoggingReq(log_level="loud"),
             *(io.SlowDownReqInput(forward_sleep_time=sleep_s) for sleep_s in (1e30, float("nan"))),
         ]
         with Rig(models, "D_same", 3) as rig:
@@ -139,4 +162,4 @@ def test_a_control_message_that_fails_is_answered(run_case, models, oracle) -> N
     answers, outputs = run_case(case)
     assert_prefixes(outputs, [40] * 4, oracle.greedy(PROMPTS[:4]))
     assert [answer.success for answer in answers[:3]] == [False] * 3 and all(answer.message for answer in answers[:3])
-    assert all(answer is not None for answer in answers)
+    assert [answer is None for answer in answers] == [False] * 5 + [True] + [False] * 2
