@@ -8,37 +8,57 @@ from tests.rig.oracle import make_prompts
 from tests.rig.rig import Output, Rig
 from tests.rig.together import LOOPS
 
+METRICS = {"enable_metrics": True, "decode_log_interval": 1}
+
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_reports_count_all_slots(run_case, models, loop) -> None:
-    """Running requests and their context after every forward; retractions in either slot."""
-    prompts = make_prompts(9)
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+def test_reports_count_all_slots(run_case, models, mode, loop) -> None:
+    """Running requests and their context, after prompts were read and after every round."""
 
-    def case() -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[Output], int]:
-
-        options = {"enable_metrics": True, "decode_log_interval": 1, "log_level": "info"}
-        with Rig(models, "D_mid", 3, loop=loop, max_total_tokens=260, schedule_conservativeness=0.05, **options) as rig:
-            reporter = rig.scheduler.metrics_reporter
-            retracted = 0
-            count = reporter.metrics_collector.increment_retracted_reqs
-
-            def counted(*, num_retracted_reqs: int, **more: int) -> None:
-                nonlocal retracted
-                retracted += num_retracted_reqs
-                count(num_retracted_reqs=num_retracted_reqs, **more)
-
-            reporter.metrics_collector.increment_retracted_reqs = counted
-            rids = [rig.submit(ids, 40) for ids in prompts]
-            running, context = [], []
-            while rig.unfinished():
+    def case() -> tuple[list[int], list[int], list[tuple[int, int]]]:
+        with Rig(models, "D_mid", 3, mode, loop, **METRICS) as rig:
+            reporter, slots = rig.scheduler.metrics_reporter, rig.scheduler.psd_slots
+            for ids in make_prompts(8):
+                rig.submit(ids, 60)
+            rig.turns(8)
+            sizes, running, context = [len(slot.live_requests()) for slot in slots], [], []
+            for _ in range(4):
                 rig.turn()
-                live = [req for slot in rig.scheduler.psd_slots for req in slot.live_requests()]
-                running.append((reporter.stats.num_running_reqs.total, len(live)))
+                live = [req for slot in slots for req in slot.live_requests()]
+                running.append(reporter.stats.num_running_reqs.total)
                 context.append((reporter.stats.decode_sum_seq_lens, sum(req.seqlen for req in live)))
+            rig.submit(make_prompts(9)[8], 60)
+            rig.turns(2)
+            running.append(reporter.stats.num_running_reqs.total)
             rig.run_until_done()
             rig.idle_check()
-            return running, context, [rig.output(rid) for rid in rids], retracted
+            return sizes, running, context
 
-    running, context, outputs, retracted = run_case(case)
-    print(running, context)
-    assert retracted == sum(output.retractions for output in outputs) > 0
+    sizes, running, context = run_case(case)
+    assert sizes == ([4, 4] if mode == "parallel" else [8])
+    assert running[:4] == [8] * 4 and running[4] in (8, 9), running
+    assert all(reported == real for reported, real in context), context
+
+
+def test_retractions_in_either_slot_are_counted(run_case, models) -> None:
+    def case() -> tuple[int, list[Output]]:
+        with Rig(
+            models, "D_mid", 3, loop="overlapped", max_total_tokens=260, schedule_conservativeness=0.05, **METRICS
+        ) as rig:
+            collector = rig.scheduler.metrics_reporter.metrics_collector
+            counted: list[int] = []
+            count = collector.increment_retracted_reqs
+
+            def listen(*, num_retracted_reqs: int, **more: int) -> None:
+                counted.append(num_retracted_reqs)
+                count(num_retracted_reqs=num_retracted_reqs, **more)
+
+            collector.increment_retracted_reqs = listen
+            rids = [rig.submit(ids, 40) for ids in make_prompts(9)]
+            rig.run_until_done()
+            rig.idle_check()
+            return sum(counted), [rig.output(rid) for rid in rids]
+
+    counted, outputs = run_case(case)
+    assert counted == sum(output.retractions for output in outputs) > 0
