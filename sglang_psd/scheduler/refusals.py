@@ -76,6 +76,21 @@ def sampling_problem(params: Any, vocab_size: int) -> str | None:
     return _bias_problem(params.logit_bias, vocab_size) or _text_problem(params)
 
 
+def use_plain_numbers(params: Any) -> None:
+    """Turn numpy's numbers, which an Engine's caller may give, into Python's: messages to the drafter hold no others.
+
+    Parameters
+    ----------
+    params : SamplingParams
+        Without a problem.
+    """
+    for name in WHOLE_NUMBERS:
+        if (value := getattr(params, name)) is not None:
+            setattr(params, name, int(value))
+    for name in NUMBERS:
+        setattr(params, name, float(getattr(params, name)))
+
+
 def _bias_problem(bias: Any, vocab_size: int) -> str | None:
     if bias is None:
         return None
@@ -244,6 +259,7 @@ class RefusalsMixin(_Base):
             if problem is not None:
                 self._psd_make_harmless(recv_req)
                 self._psd_refused[recv_req.rid] = problem
+            use_plain_numbers(recv_req.sampling_params)
             self._psd_empty_session(recv_req.session_params)
         super().handle_generate_request(recv_req)
 

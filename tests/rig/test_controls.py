@@ -61,6 +61,25 @@ def test_what_is_in_flight_is_processed_first(run_case, models, oracle, loop) ->
     assert run_case(case) == (True, "")
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_flush_right_after_an_answer(run_case, models, loop) -> None:
+    """Whoever has the answer to the only request need not wait for the turn that empties its slot."""
+
+    def case() -> list[bool]:
+        flushed = []
+        with Rig(models, "D_same", 3, loop=loop) as rig:
+            for length in (1, 2, 9, 17):
+                rig.submit(PROMPTS[0], length)
+                flushed.append(rig.scheduler.flush_cache())
+                while rig.unfinished():
+                    rig.turn()
+                flushed.append(rig.scheduler.flush_cache())
+            rig.idle_check()
+        return flushed
+
+    assert run_case(case) == [False, True] * 4
+
+
 def test_weights_of_another_shape_leave_the_old_ones(run_case, models, oracle) -> None:
     def case() -> tuple[list[tuple[bool, str]], list[Output]]:
         with Rig(models, "D_same", 3) as rig:

@@ -41,12 +41,11 @@ def test_reports_count_all_slots(run_case, models, mode, loop) -> None:
     assert all(reported == real for reported, real in context), context
 
 
-def test_retractions_in_either_slot_are_counted(run_case, models) -> None:
-    def case() -> tuple[int, list[Output]]:
-        with Rig(
-            models, "D_mid", 3, loop="overlapped", max_total_tokens=260, schedule_conservativeness=0.05, **METRICS
-        ) as rig:
-            collector = rig.scheduler.metrics_reporter.metrics_collector
+def test_retractions_that_make_room_for_the_other_slot_are_counted(run_case, models) -> None:
+    def case() -> tuple[list[int], list[Output]]:
+        with Rig(models, "D_mid", 3, **METRICS) as rig:
+            scheduler = rig.scheduler
+            collector = scheduler.metrics_reporter.metrics_collector
             counted: list[int] = []
             count = collector.increment_retracted_reqs
 
@@ -55,10 +54,13 @@ def test_retractions_in_either_slot_are_counted(run_case, models) -> None:
                 count(num_retracted_reqs=num_retracted_reqs, **more)
 
             collector.increment_retracted_reqs = listen
-            rids = [rig.submit(ids, 40) for ids in make_prompts(9)]
+            rids = [rig.submit(ids, 40) for ids in make_prompts(6)]
+            rig.turns(6)
+            for slot in scheduler.psd_slots:
+                scheduler._psd_retract(slot, slot.running.reqs[0])
             rig.run_until_done()
             rig.idle_check()
-            return sum(counted), [rig.output(rid) for rid in rids]
+            return counted, [rig.output(rid) for rid in rids]
 
     counted, outputs = run_case(case)
-    assert counted == sum(output.retractions for output in outputs) > 0
+    assert sum(counted) == sum(output.retractions for output in outputs) == 2

@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_psd.scheduler.refusals import request_problem, sampling_problem
+from sglang_psd.scheduler.refusals import request_problem, sampling_problem, use_plain_numbers
 
 VOCAB = 320
 GOOD = {
@@ -102,6 +103,16 @@ def test_a_bad_parameter_is_named(name: str, value: Any) -> None:
     problem = sampling_problem(SimpleNamespace(**{**GOOD, name: value}), VOCAB)
     assert problem is not None and problem.startswith(NAMES.get(name, name)) and problem.endswith(".")
     assert len(problem) < 200 and "\n" not in problem
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    given = {"temperature": np.float32(0.5), "top_k": np.int64(3), "sampling_seed": np.int32(7), "max_new_tokens": None}
+    params = SimpleNamespace(**{**GOOD, **given})
+    assert sampling_problem(params, VOCAB) is None
+    use_plain_numbers(params)
+    found = {name: getattr(params, name) for name in given}
+    assert found == {"temperature": 0.5, "top_k": 3, "sampling_seed": 7, "max_new_tokens": None}
+    assert [type(value) for value in found.values()] == [float, int, int, type(None)]
 
 
 ANYTHING = st.recursive(
