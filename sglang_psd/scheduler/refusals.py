@@ -212,6 +212,8 @@ def _label_problem(request: Any) -> str | None:
         value = getattr(request, name)
         if value is not None and not isinstance(value, kind):
             return f"{name} of a single request must be {wanted}, got {_shorten(value)}."
+    if (wanted_states := request.return_hidden_states) not in (None, False, True, "last"):
+        return f'return_hidden_states of a single request must be true, false or "last", got {_shorten(wanted_states)}.'
     return None
 
 
@@ -293,6 +295,7 @@ class RefusalsMixin(_Base):
         recv_req.custom_logit_processor = recv_req.positional_embed_overrides = None
         for label in LABELS:
             setattr(recv_req, label, None)
+        recv_req.return_hidden_states = False
         recv_req.session_params = None  # a refused request leaves its session as it was
 
     def _psd_refuse(self, req: Req) -> None:

@@ -175,6 +175,7 @@ REQUEST = {
     "session_id": None,
     "lora_id": None,
     "priority": None,
+    "return_hidden_states": False,
 }
 SESSION = {"id": "s", "rid": None, "offset": None}
 
@@ -200,6 +201,9 @@ SESSION = {"id": "s", "rid": None, "offset": None}
         ({"routing_key": 5}, "routing_key"),
         ({"session_id": ["s"]}, "session_id"),
         ({"priority": "high"}, "priority"),
+        ({"return_hidden_states": "last"}, None),
+        ({"return_hidden_states": [True]}, "return_hidden_states"),
+        ({"return_hidden_states": "first"}, "return_hidden_states"),
         ({"positional_embed_overrides": {"a": 1}}, "positional_embed_overrides"),
         ({"positional_embed_overrides": [[0.5] * 4]}, "positional_embed_overrides"),
         ({"token_ids_logprob": [0, 319]}, None),
