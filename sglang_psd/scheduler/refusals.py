@@ -40,6 +40,7 @@ LABELS: dict[str, tuple[type, str]] = {
     "session_id": (str, "a string"),
     "lora_id": (str, "a string"),
     "priority": (Integral, "a whole number"),
+    "routed_experts_start_len": (Integral, "a whole number"),
 }
 # Logits may be divided by the smallest and have the largest added, and stay finite in float32.
 SMALLEST_SCALE, LARGEST_NUMBER = 1e-30, 1e30
@@ -295,7 +296,7 @@ class RefusalsMixin(_Base):
         recv_req.custom_logit_processor = recv_req.positional_embed_overrides = None
         for label in LABELS:
             setattr(recv_req, label, None)
-        recv_req.return_hidden_states = False
+        recv_req.return_hidden_states = recv_req.return_routed_experts = False
         recv_req.session_params = None  # a refused request leaves its session as it was
 
     def _psd_refuse(self, req: Req) -> None:

@@ -39,6 +39,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"fields": {"input_embeds": [[0.1] * 64] * 3}}, "bfloat16"),
     ({"fields": {"extra_key": ["salt"]}}, "extra_key"),
     ({"fields": {"priority": "high"}}, "priority"),
+    ({"fields": {"return_routed_experts": True, "routed_experts_start_len": "x"}}, "routed_experts_start_len"),
     ({"fields": {"return_hidden_states": [True]}}, "return_hidden_states"),
     ({"fields": {"custom_logit_processor": '{"callable": "00"}'}}, "custom_logit_processor"),
 ]

@@ -176,6 +176,7 @@ REQUEST = {
     "lora_id": None,
     "priority": None,
     "return_hidden_states": False,
+    "routed_experts_start_len": 0,
 }
 SESSION = {"id": "s", "rid": None, "offset": None}
 
@@ -201,6 +202,7 @@ SESSION = {"id": "s", "rid": None, "offset": None}
         ({"routing_key": 5}, "routing_key"),
         ({"session_id": ["s"]}, "session_id"),
         ({"priority": "high"}, "priority"),
+        ({"routed_experts_start_len": "x"}, "routed_experts_start_len"),
         ({"return_hidden_states": "last"}, None),
         ({"return_hidden_states": [True]}, "return_hidden_states"),
         ({"return_hidden_states": "first"}, "return_hidden_states"),
