@@ -10,7 +10,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from sglang_psd.attention import refuse_unverified_attention
 from sglang_psd.compat import check_draft_model
 from sglang_psd.config import MAX_NUM_STEPS
-from sglang_psd.draft_method import read_config
+from sglang_psd.draft_method import head_of, read_config
 from sglang_psd.errors import PSDConfigError, UnsupportedFeatureError
 from sglang_psd.scheduler.devices import choose_device
 
@@ -67,6 +67,7 @@ def validate_server_args(args: PSDServerArgs) -> None:
     _refuse_ignored(args)
     refuse_unverified_attention(args)
     _refuse_multimodal(args)
+    _refuse_vanishing_target(args)
     _complete_chain_shape(args)
     if args.max_running_requests is None:
         args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
@@ -136,6 +137,15 @@ def _refuse_multimodal(args: Any) -> None:
         raise UnsupportedFeatureError(
             f"PSD does not work with multimodal targets yet, and --model-path names a {architectures[0]}; serve it "
             "without drafts by --psd-mode off."
+        )
+
+
+def _refuse_vanishing_target(args: PSDServerArgs) -> None:
+    """A drafter that is started again with an EAGLE head takes the embedding from the target's checkpoint."""
+    if args.delete_ckpt_after_loading and head_of(args) is not None:
+        raise UnsupportedFeatureError(
+            "PSD does not work with --delete-ckpt-after-loading and an EAGLE head: a drafter that is started again "
+            "reads the target's checkpoint; remove that flag, or name a draft model."
         )
 
 

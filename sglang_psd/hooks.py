@@ -235,6 +235,7 @@ HOOKS: tuple[Hook, ...] = (
         _constant(due_across_intervals),
     ),
     Hook("http_workers", _SRT + "entrypoints.http_server.init_multi_tokenizer", "IMPORT", None),
+    Hook("plain_args", _SRT + "server_args.ServerArgs.add_cli_args", "IMPORT", None),
     Hook("serve_help", "sglang.cli.serve.serve", "IMPORT", None),
     Hook("kernel_loader", "sgl_kernel.load_utils._load_architecture_specific_ops", "IMPORT", None),
     Hook("cpu_grammar", _SRT + "constrained.xgrammar_backend._allocate_token_bitmask", "IMPORT", None),

@@ -4,12 +4,13 @@
 files are all that the CPU path needs. SGLang's child processes import it while they unpickle
 their target function, before any plugin runs, so the remedy has to be in place when Python
 starts: a ``.pth`` file imports this module. It must stay cheap and free of imports beyond
-``sys``: nothing happens until somebody imports one of six modules, and kernel library and grammar
+``sys``: nothing happens until somebody imports one of seven modules, and kernel library and grammar
 backend are left alone where ``libcuda`` can be loaded.
 
 ``sglang serve --help`` prints its flags before it loads plugins; the second hook loads them first. The chat endpoint is
 mended when it is imported, which schedulers and drafters never do: a plugin's hook would import it there. The HTTP
-processes of ``--tokenizer-worker-num`` load no plugins and would not know the algorithm: another hook loads them.
+processes of ``--tokenizer-worker-num`` load no plugins and would not know the algorithm: another hook loads them. One
+more does where a program makes ``ServerArgs`` before that (``sgl.Runtime``, SGLang's offline benchmarks).
 
 A scheduler that is about to import SGLang starts its drafter's imports first, see ``sglang_psd/early.py``.
 """
@@ -22,6 +23,7 @@ _SERVE = "sglang.cli.serve"
 _GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat"
 _HTTP = "sglang.srt.entrypoints.http_server"
+_ARGUMENTS = "sglang.srt.server_args"
 
 
 def gpu_driver_present() -> bool:
@@ -36,7 +38,7 @@ def gpu_driver_present() -> bool:
 
 
 class _ImportHook:
-    """Meta path finder: watches six module names, changes nothing else."""
+    """Meta path finder: watches seven module names, changes nothing else."""
 
     def find_spec(self, name, path=None, target=None):
         if name == _SERVE:
@@ -45,6 +47,8 @@ class _ImportHook:
             return _with_patch(name, path, target, _tell_tokens_of_a_chunk_apart)
         if name == _HTTP:
             return _with_patch(name, path, target, _load_plugins_in_workers)
+        if name == _ARGUMENTS:
+            return _with_patch(name, path, target, _load_plugins_for_arguments)
         if name not in ("sglang", _KERNEL_LOADER, _GRAMMAR) or gpu_driver_present():
             return None
         if name == _GRAMMAR:
@@ -106,6 +110,12 @@ def _load_plugins_before_help(module) -> None:
 
     serve_with_plugins.__wrapped__ = serve  # type: ignore[attr-defined]
     module.serve = serve_with_plugins
+
+
+def _load_plugins_for_arguments(module) -> None:
+    from sglang_psd.plain_args import patch
+
+    patch(module)
 
 
 def _load_plugins_in_workers(module) -> None:

@@ -114,7 +114,7 @@ class MembershipMixin(_Base):
         running.release_req(index, len(running.reqs) - 1, self.server_args)
         running.filter_batch(keep_indices=[i for i in range(len(running.reqs)) if i != index])
         running.batch_is_full = False
-        self.metrics_reporter.num_retracted_reqs += 1
+        self._psd_count_retraction(req)
         logger.warning("PSD: KV pool is full; retracted request %s.", req.rid)
         self._add_request_to_queue(req, is_retracted=True)
 

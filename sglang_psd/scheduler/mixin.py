@@ -30,12 +30,14 @@ from sglang_psd.scheduler import room
 from sglang_psd.scheduler.controls import ControlsMixin
 from sglang_psd.scheduler.drafting import DraftingMixin
 from sglang_psd.scheduler.drafts import DraftClient
+from sglang_psd.scheduler.guards import GuardsMixin
 from sglang_psd.scheduler.launch import DrafterLauncher, visible_drafter_device
 from sglang_psd.scheduler.membership import MembershipMixin
 from sglang_psd.scheduler.oversight import OversightMixin
 from sglang_psd.scheduler.records import RecordsMixin
 from sglang_psd.scheduler.recovery import RecoveryMixin
 from sglang_psd.scheduler.refusals import RefusalsMixin
+from sglang_psd.scheduler.reports import ReportsMixin
 from sglang_psd.scheduler.slot import EmptyView, InFlight, Slot, UnionView
 from sglang_psd.scheduler.slots import next_turn
 from sglang_psd.scheduler.stops import ChunkEnds
@@ -54,7 +56,15 @@ logger = logging.getLogger(__name__)
 
 
 class PSDSchedulerMixin(
-    MembershipMixin, DraftingMixin, RecoveryMixin, OversightMixin, ControlsMixin, RecordsMixin, RefusalsMixin
+    MembershipMixin,
+    DraftingMixin,
+    RecoveryMixin,
+    OversightMixin,
+    ControlsMixin,
+    GuardsMixin,
+    RecordsMixin,
+    RefusalsMixin,
+    ReportsMixin,
 ):
     """Overrides for ``sglang.srt.managers.scheduler.Scheduler``; inert unless the algorithm is PSD.
 

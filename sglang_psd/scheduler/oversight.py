@@ -61,6 +61,9 @@ class OversightMixin(_Base):
 
     def flush_cache(self, empty_cache: bool = True):
         """Forget what the slots launched last, as SGLang does with its one batch, and start the figures anew."""
+        if self.psd is not None:
+            # A request that is over leaves its slot at that slot's next turn: who has its answer may flush at once.
+            self._psd_is_idle()
         done = super().flush_cache(empty_cache)
         if self.psd is not None and done:
             self.psd_stats = PSDStats()

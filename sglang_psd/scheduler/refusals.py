@@ -33,6 +33,15 @@ WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
 }
 MAY_BE_ABSENT = ("max_new_tokens", "sampling_seed", "stream_interval")
 NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+# What the scheduler looks up and sorts with, and what it is then.
+LABELS: dict[str, tuple[type, str]] = {
+    "extra_key": (str, "a string"),
+    "routing_key": (str, "a string"),
+    "session_id": (str, "a string"),
+    "lora_id": (str, "a string"),
+    "priority": (Integral, "a whole number"),
+    "routed_experts_start_len": (Integral, "a whole number"),
+}
 # Logits may be divided by the smallest and have the largest added, and stay finite in float32.
 SMALLEST_SCALE, LARGEST_NUMBER = 1e-30, 1e30
 
@@ -66,6 +75,21 @@ def sampling_problem(params: Any, vocab_size: int) -> str | None:
                 limits = f"between 0 and {vocab_size - 1}"
                 return f"stop_token_ids must lie {limits} with min_new_tokens, got {_shorten(token)}."
     return _bias_problem(params.logit_bias, vocab_size) or _text_problem(params)
+
+
+def use_plain_numbers(params: Any) -> None:
+    """Turn numpy's numbers, which an Engine's caller may give, into Python's: messages to the drafter hold no others.
+
+    Parameters
+    ----------
+    params : SamplingParams
+        Without a problem.
+    """
+    for name in WHOLE_NUMBERS:
+        if (value := getattr(params, name)) is not None:
+            setattr(params, name, int(value))
+    for name in NUMBERS:
+        setattr(params, name, float(getattr(params, name)))
 
 
 def _bias_problem(bias: Any, vocab_size: int) -> str | None:
@@ -169,7 +193,7 @@ def request_problem(
     start = request.logprob_start_len
     if start is not None and not (_is_whole(start) and start >= -1):
         return f"logprob_start_len must be a whole number, -1 or more, got {_shorten(start)}."
-    if (problem := _session_problem(request.session_params)) is not None:
+    if (problem := _label_problem(request) or _session_problem(request.session_params)) is not None:
         return problem
     if request.positional_embed_overrides is not None and not _are_overrides(
         request.positional_embed_overrides, hidden_size
@@ -177,6 +201,20 @@ def request_problem(
         return f"positional_embed_overrides must hold vectors of {hidden_size} numbers; JSON cannot: use /v1/score."
     if custom_processors and request.custom_logit_processor:
         return _processor_problem(request.custom_logit_processor)
+    return None
+
+
+def _label_problem(request: Any) -> str | None:
+    """What is wrong with the labels of a request, which SGLang takes for hashable and comparable.
+
+    A list, which is how a batch names them, reaches the scheduler with a single request.
+    """
+    for name, (kind, wanted) in LABELS.items():
+        value = getattr(request, name)
+        if value is not None and not isinstance(value, kind):
+            return f"{name} of a single request must be {wanted}, got {_shorten(value)}."
+    if (wanted_states := request.return_hidden_states) not in (None, False, True, "last"):
+        return f'return_hidden_states of a single request must be true, false or "last", got {_shorten(wanted_states)}.'
     return None
 
 
@@ -224,6 +262,7 @@ class RefusalsMixin(_Base):
             if problem is not None:
                 self._psd_make_harmless(recv_req)
                 self._psd_refused[recv_req.rid] = problem
+            use_plain_numbers(recv_req.sampling_params)
             self._psd_empty_session(recv_req.session_params)
         super().handle_generate_request(recv_req)
 
@@ -255,6 +294,9 @@ class RefusalsMixin(_Base):
         recv_req.input_ids, recv_req.input_embeds = array("q", [0]), None
         recv_req.return_logprob, recv_req.top_logprobs_num, recv_req.logprob_start_len = False, 0, -1
         recv_req.custom_logit_processor = recv_req.positional_embed_overrides = None
+        for label in LABELS:
+            setattr(recv_req, label, None)
+        recv_req.return_hidden_states = recv_req.return_routed_experts = False
         recv_req.session_params = None  # a refused request leaves its session as it was
 
     def _psd_refuse(self, req: Req) -> None:

@@ -33,6 +33,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", {"text": "x", "return_logprob": True, "top_logprobs_num": 999}, "top_logprobs_num"),
     ("/generate", {"text": "x", "custom_logit_processor": "garbage"}, "custom_logit_processor"),
     ("/generate", {"text": "x", "positional_embed_overrides": {"a": 1}}, "positional_embed_overrides"),
+    ("/generate", {"text": "x", "extra_key": ["salt"]}, "extra_key"),
     ("/generate", {"text": "x", "session_params": {"id": ["s"]}}, "session_params"),
     ("/generate", {"text": "x", "return_hidden_states": True}, "return-hidden-states-mode"),
     ("/v1/completions", {"model": "x", "prompt": "x", "logit_bias": {"320": 1}}, "logit_bias"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -186,6 +187,38 @@ def test_engine(oracle: dict) -> None:
     while any(psutil.pid_exists(pid) for pid in result["children"]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in result["children"] if psutil.pid_exists(pid)]
+
+
+EARLY_ARGUMENTS = """
+import argparse, sys
+import sglang as sgl
+from sglang.srt.server_args import ServerArgs
+
+keywords = {"model_path": sys.argv[1], "speculative_algorithm": "PSD", "speculative_draft_model_path": sys.argv[1]}
+for build in (sgl.Runtime, ServerArgs):
+    try:
+        build(**keywords, psd_mode="sideways")
+    except ValueError as error:
+        print(error)
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+flags = [f"--{name.replace('_', '-')}={value}" for name, value in keywords.items()]
+print(ServerArgs.from_cli_args(parser.parse_args([*flags, "--psd-mode", "sequential"])).psd().mode)
+"""
+
+
+def test_arguments_made_before_plugins_are_loaded() -> None:
+    """``sgl.Runtime``, ``ServerArgs`` itself, and a parser of one's own, as SGLang's offline benchmarks have it."""
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY_ARGUMENTS, str(TINY_TARGET)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=ENVIRONMENT,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and lines[2] == "sequential", done.stdout + done.stderr[-2000:]
+    assert all(line.startswith("--psd-mode must be one of") for line in lines[:2])
 
 
 def test_help_lists_the_flags() -> None:

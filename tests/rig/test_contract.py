@@ -123,6 +123,7 @@ REFUSED = [
     ({"draft": "D_mid", "speculative_draft_attention_backend": "fa3"}, "--psd-drafter-attention-backend"),
     ({"draft": "D_mid", "speculative_accept_threshold_single": 0.5}, "--speculative-accept-threshold-single"),
     ({"draft": "D_mid", "speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold-acc"),
+    ({"target": "L", "draft": "L_e1", "delete_ckpt_after_loading": True}, "--delete-ckpt-after-loading"),
     ({"draft": "D_mid", "speculative_token_map": "ids.pt"}, "--speculative-token-map"),
     ({"target": "L", "draft": "L_e1", "speculative_token_map": "/nonexistent/ids.pt"}, "--speculative-token-map"),
     ({"speculative_draft_model_path": "no-such-folder"}, "--speculative-draft-model-path"),

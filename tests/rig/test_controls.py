@@ -61,6 +61,25 @@ def test_what_is_in_flight_is_processed_first(run_case, models, oracle, loop) ->
     assert run_case(case) == (True, "")
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_flush_right_after_an_answer(run_case, models, loop) -> None:
+    """Whoever has the answer to the only request need not wait for the turn that empties its slot."""
+
+    def case() -> list[bool]:
+        flushed = []
+        with Rig(models, "D_same", 3, loop=loop) as rig:
+            for length in (1, 2, 9, 17):
+                rig.submit(PROMPTS[0], length)
+                flushed.append(rig.scheduler.flush_cache())
+                while rig.unfinished():
+                    rig.turn()
+                flushed.append(rig.scheduler.flush_cache())
+            rig.idle_check()
+        return flushed
+
+    assert run_case(case) == [False, True] * 4
+
+
 def test_weights_of_another_shape_leave_the_old_ones(run_case, models, oracle) -> None:
     def case() -> tuple[list[tuple[bool, str]], list[Output]]:
         with Rig(models, "D_same", 3) as rig:
@@ -109,3 +128,57 @@ def test_nothing_to_record_is_no_reason_to_end(run_case, models, oracle) -> None
             return [rig.output(rid) for rid in rids]
 
     assert_prefixes(run_case(case), [20] * 2, oracle.greedy(PROMPTS[:2]))
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        ("SetInternalStateReq", {"updated": False}),
+        ("ProfileReq", {"success": False, "message": "why"}),
+        ("OpenSessionReqInput", {"success": False, "session_id": None}),
+        ("UnloadLoRAAdapterReqInput", {"success": False, "error_message": "why"}),
+        ("GetWeightsByNameReqInput", {"parameter": None}),
+        ("TokenizedGenerateReqInput", None),  # a request: checked before
+        ("GetInternalStateReq", None),  # its answer cannot say so
+    ],
+)
+def test_which_answers_can_say_no(sglang_loaded, message, answer) -> None:
+    from sglang_psd.scheduler.guards import failure, failure_type
+
+    answer_type = failure_type(message)
+    assert (answer_type is None) == (answer is None)
+    if answer_type is not None:
+        found = failure(answer_type, "why")
+        assert {name: getattr(found, name) for name in answer} == answer
+
+
+def test_a_control_message_that_fails_is_answered(run_case, models, oracle) -> None:
+    """At once, or in a forward after it; requests go on."""
+
+    def case() -> tuple[list[Any], list[Output]]:
+        from sglang.srt.managers import io_struct as io
+
+        group = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody's"}
+        messages = [
+            io.UpdateWeightsFromDistributedReqInput(flush_cache=False, **group),
+            io.UpdateWeightsFromDistributedReqInput(flush_cache=False, **{**group, "dtypes": ["int3"]}),
+            io.UpdateWeightsFromTensorReqInput(flush_cache=False, serialized_named_tensors=[b"AAAA"]),
+            io.ProfileReq(profile_by_stage=True, output_dir="/nonexistent", activities=["CPU"]),
+            io.ProfileReq(num_steps=1, output_dir="/proc/nowhere", activities=["CPU"]),
+            io.ConfigureLoggingReq(log_level="loud"),
+            *(io.SlowDownReqInput(forward_sleep_time=sleep_s) for sleep_s in (1e30, float("nan"))),
+        ]
+        with Rig(models, "D_same", 3) as rig:
+            rids = [rig.submit(ids, 40) for ids in PROMPTS[:4]]
+            answers = []
+            for message in messages:
+                answers.append(rig.scheduler._request_dispatcher(message))
+                rig.turns(3)
+            rig.run_until_done()
+            rig.idle_check()
+            return answers, [rig.output(rid) for rid in rids]
+
+    answers, outputs = run_case(case)
+    assert_prefixes(outputs, [40] * 4, oracle.greedy(PROMPTS[:4]))
+    assert [answer.success for answer in answers[:3]] == [False] * 3 and all(answer.message for answer in answers[:3])
+    assert [answer is None for answer in answers] == [False] * 5 + [True] + [False] * 2

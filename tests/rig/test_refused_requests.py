@@ -5,6 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.rig.oracle import assert_prefixes
@@ -36,6 +37,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"fields": {"return_logprob": True, "token_ids_logprob": [400]}}, "token_ids_logprob"),
     ({"fields": {"return_logprob": True, "logprob_start_len": -7}}, "logprob_start_len"),
     ({"fields": {"input_embeds": [[0.1] * 64] * 3}}, "bfloat16"),
+    ({"fields": {"extra_key": ["salt"]}}, "extra_key"),
+    ({"fields": {"priority": "high"}}, "priority"),
+    ({"fields": {"return_routed_experts": True, "routed_experts_start_len": "x"}}, "routed_experts_start_len"),
+    ({"fields": {"return_hidden_states": [True]}}, "return_hidden_states"),
     ({"fields": {"custom_logit_processor": '{"callable": "00"}'}}, "custom_logit_processor"),
 ]
 # Single requests with limits that are unusual and fine.
@@ -44,6 +49,8 @@ FINE: list[dict[str, Any]] = [
     {"logit_bias": {str(token): -1e30 for token in range(320)}, "temperature": 1.0},
     {"temperature": 1.0, "sampling_seed": -(2**63)},
     {"temperature": 1e30},
+    {"temperature": np.float32(0.8), "top_k": np.int64(5), "top_p": np.float64(0.9), "min_new_tokens": np.int32(2)},
+    {"temperature": np.float64(0.8), "sampling_seed": np.int64(7), "max_new_tokens": np.int64(8)},
     {"temperature": 1.0, "top_p": 1e-300},
     {"stop_token_ids": [-5, 400, 2**40], "ignore_eos": False},
 ]
@@ -61,7 +68,8 @@ def test_bad_requests_are_refused_alone(run_case, models, oracle) -> None:
                 good.append(rig.submit(PROMPTS[i % 8], 12))
                 rig.turns(i % 3)
             for i, wish in enumerate(FINE):
-                fine.append(rig.submit(PROMPTS[i], 8, **wish))
+                wish = dict(wish)
+                fine.append(rig.submit(PROMPTS[i], wish.pop("max_new_tokens", 8), **wish))
             rig.run_until_done()
             rig.idle_check()
             return tuple([rig.output(rid) for rid in rids] for rids in (good, bad, fine))  # type: ignore[return-value]

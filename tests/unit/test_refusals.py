@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_psd.scheduler.refusals import request_problem, sampling_problem
+from sglang_psd.scheduler.refusals import request_problem, sampling_problem, use_plain_numbers
 
 VOCAB = 320
 GOOD = {
@@ -104,6 +105,16 @@ def test_a_bad_parameter_is_named(name: str, value: Any) -> None:
     assert len(problem) < 200 and "\n" not in problem
 
 
+def test_numbers_of_numpy_become_pythons() -> None:
+    given = {"temperature": np.float32(0.5), "top_k": np.int64(3), "sampling_seed": np.int32(7), "max_new_tokens": None}
+    params = SimpleNamespace(**{**GOOD, **given})
+    assert sampling_problem(params, VOCAB) is None
+    use_plain_numbers(params)
+    found = {name: getattr(params, name) for name in given}
+    assert found == {"temperature": 0.5, "top_k": 3, "sampling_seed": 7, "max_new_tokens": None}
+    assert [type(value) for value in found.values()] == [float, int, int, type(None)]
+
+
 ANYTHING = st.recursive(
     st.none()
     | st.booleans()
@@ -159,6 +170,13 @@ REQUEST = {
     "logprob_start_len": -1,
     "custom_logit_processor": None,
     "positional_embed_overrides": None,
+    "extra_key": None,
+    "routing_key": None,
+    "session_id": None,
+    "lora_id": None,
+    "priority": None,
+    "return_hidden_states": False,
+    "routed_experts_start_len": 0,
 }
 SESSION = {"id": "s", "rid": None, "offset": None}
 
@@ -178,6 +196,16 @@ SESSION = {"id": "s", "rid": None, "offset": None}
         ({"session_params": SimpleNamespace(**{**SESSION, "rid": {"a": 1}})}, "session_params"),
         ({"session_params": SimpleNamespace(**{**SESSION, "offset": "x"})}, "session_params"),
         ({"session_params": SimpleNamespace(**{**SESSION, "offset": 2.5})}, "session_params"),
+        ({"extra_key": "salt", "routing_key": "r", "session_id": "s", "priority": -3}, None),
+        ({"extra_key": ["salt"]}, "extra_key"),
+        ({"lora_id": {"a": 1}}, "lora_id"),
+        ({"routing_key": 5}, "routing_key"),
+        ({"session_id": ["s"]}, "session_id"),
+        ({"priority": "high"}, "priority"),
+        ({"routed_experts_start_len": "x"}, "routed_experts_start_len"),
+        ({"return_hidden_states": "last"}, None),
+        ({"return_hidden_states": [True]}, "return_hidden_states"),
+        ({"return_hidden_states": "first"}, "return_hidden_states"),
         ({"positional_embed_overrides": {"a": 1}}, "positional_embed_overrides"),
         ({"positional_embed_overrides": [[0.5] * 4]}, "positional_embed_overrides"),
         ({"token_ids_logprob": [0, 319]}, None),
