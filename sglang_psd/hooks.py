@@ -111,6 +111,17 @@ def count_other_slots(result, adder, *args, **kwargs):
     count_elsewhere(adder)
 
 
+def keep_committed_tokens(original, sessions, req, *args, **kwargs):
+    """A streaming session keeps KV of committed tokens alone, of a request that ends or is retracted."""
+    from sglang.srt.runtime_context import get_server_args
+
+    if uses_psd(get_server_args()):
+        from sglang_psd.target.sessions import release_draft_room
+
+        release_draft_room(sessions, req)
+    return original(sessions, req, *args, **kwargs)
+
+
 def lend_guidance_masks(result, backend, *args, **kwargs):
     """Reasoning before a grammar asks the backend for its mask functions; llguidance has them on its grammars only."""
     from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
@@ -199,6 +210,12 @@ HOOKS: tuple[Hook, ...] = (
         _constant(exact_decode_reserve),
     ),
     Hook("admission", _SRT + "managers.schedule_policy.PrefillAdder.__init__", "AFTER", _constant(count_other_slots)),
+    Hook(
+        "session_tail",
+        _SRT + "session.streaming_session.StreamingSession.try_cache_finished_req",
+        "AROUND",
+        _constant(keep_committed_tokens),
+    ),
     Hook(
         "guidance_masks",
         _SRT + "constrained.llguidance_backend.GuidanceBackend.__init__",

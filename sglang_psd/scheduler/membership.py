@@ -74,13 +74,17 @@ class MembershipMixin(_Base):
         if slot is not None and len(self.psd_slots) > 1:
             other = self.psd_slots[1 - slot.index]
             batch.filter_batch()
-            room.make_room(
+            retracted = room.make_room(
                 batch,
                 lambda: other.running,
                 lambda: self._psd_drain(other, back_to=slot),
-                lambda req: self._psd_retract(other, req),
+                self._psd_retract,
                 self.server_args,
             )
+            if retracted:
+                # As SGLang after a retraction: fewer are admitted for a while.
+                tracker = self.new_token_ratio_tracker
+                tracker.current = tracker.estimate_new_token_ratio_after_retract([*batch.reqs, *other.running.reqs])
         return super().update_running_batch(batch)
 
     def _psd_drain(self, other: Slot, back_to: Slot) -> None:
@@ -105,14 +109,13 @@ class MembershipMixin(_Base):
         else:
             slot.running.merge_batch(last)
 
-    def _psd_retract(self, slot: Slot, req: Req) -> None:
-        running = slot.running
+    def _psd_retract(self, running: ScheduleBatch, req: Req) -> None:
         index = next(i for i, candidate in enumerate(running.reqs) if candidate is req)
         running.release_req(index, len(running.reqs) - 1, self.server_args)
         running.filter_batch(keep_indices=[i for i in range(len(running.reqs)) if i != index])
         running.batch_is_full = False
         self._psd_count_retraction(req)
-        logger.warning("PSD: KV pool is full; retracted request %s of slot %d.", req.rid, slot.index)
+        logger.warning("PSD: KV pool is full; retracted request %s.", req.rid)
         self._add_request_to_queue(req, is_retracted=True)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False):

@@ -11,12 +11,16 @@ from sglang_psd.telemetry.stats import PSDStats
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler as _Base
+
+    from sglang_psd.scheduler.drafts import DraftClient
 else:
     _Base = object
 
 
 class OversightMixin(_Base):
     """SGLang looks at one running batch; these overrides look at all slots and at what is in flight."""
+
+    psd_client: DraftClient | None
 
     def _pp_microbatches_drained(self) -> bool:
         """Part of SGLang's idle test: with it, flush and pool checks wait for every slot."""
@@ -32,6 +36,13 @@ class OversightMixin(_Base):
         for req in {id(r): r for slot in self.psd_slots for r in slot.all_requests()}.values():
             if not req.finished() and (recv_req.abort_all or req.rid.startswith(recv_req.rid)):
                 req.to_finish = FINISH_ABORT()
+
+    def process_pending_chunked_abort(self) -> None:
+        """The drafter forgets a request that ends between two parts of its prompt: it may be in no forward any more."""
+        pending = self._pending_chunked_abort_req
+        super().process_pending_chunked_abort()
+        if pending is not None and pending.finished() and self.psd_client is not None:
+            self.psd_client.close([pending.rid])
 
     def pause_generation(self, recv_req: PauseGenerationReqInput):
         """Retract from every slot, after the results in flight have been processed."""

@@ -82,28 +82,29 @@ def preempts_here(adder, others: Sequence[Req], cut: int | None, server_args) ->
 def pick_victim(own: ScheduleBatch, other: ScheduleBatch, server_args) -> Req | None:
     """The request SGLang would retract first if both slots were one batch.
 
-    Returns None when it sits in ``own`` and ``own`` can spare it: SGLang's own code retracts it then.
+    None where there is nobody to choose from: SGLang's own code, which sees ``own`` alone, does what is left to do.
     """
+    if other.is_empty():
+        return None
     union = [*own.reqs, *other.reqs]
     order = own._get_decode_retraction_order(union, server_args)
     victim = union[order[-1]]
-    in_own = any(victim is req for req in own.reqs)
-    if not in_own:
+    if len(own.reqs) > 1 or victim is not own.reqs[0]:
         return victim
-    if len(own.reqs) > 1:
-        return None
     # The last request of its slot is worth no less than the others: take the least preferred elsewhere.
-    return next((union[i] for i in reversed(order) if union[i] is not victim), None)
+    return union[order[-2]]
 
 
 def make_room(
     own: ScheduleBatch,
     other: Callable[[], ScheduleBatch],
     drain: Callable[[], None],
-    retract: Callable[[Req], None],
+    retract: Callable[[ScheduleBatch, Req], None],
     server_args,
-) -> None:
-    """Free KV for ``own``'s next decode out of the other slot, if it cannot help itself.
+) -> bool:
+    """Free KV for ``own``'s next decode out of both slots while the other one holds any.
+
+    SGLang's own retraction stays within ``own`` and ends the last request there when that is not enough.
 
     Parameters
     ----------
@@ -114,13 +115,21 @@ def make_room(
     drain : callable
         Processes what the other slot has in flight; called before anything is taken from it.
     retract : callable
-        Retracts one request of the other slot and queues it again.
+        Retracts one request of a batch and queues it again.
+
+    Returns
+    -------
+    bool
+        Whether anything was retracted.
     """
     if own.is_empty() or own.check_decode_mem():
-        return
+        return False
     drain()
-    while not own.check_decode_mem() and not other().is_empty():
+    retracted = False
+    while not own.check_decode_mem():
         victim = pick_victim(own, other(), server_args)
         if victim is None:
-            return
-        retract(victim)
+            break
+        retract(own if any(victim is req for req in own.reqs) else other(), victim)
+        retracted = True
+    return retracted

@@ -147,7 +147,11 @@ def end_with_error(req: Req, message: str) -> None:
 
 
 def process_chunk(
-    reqs: Sequence[Req], info: SamplingBatchInfo, logits: torch.Tensor, drafts: Sequence[Any]
+    reqs: Sequence[Req],
+    info: SamplingBatchInfo,
+    logits: torch.Tensor,
+    drafts: Sequence[Any],
+    reading: Req | None = None,
 ) -> ChunkCalls:
     """Call every request's processor at every position, in place.
 
@@ -161,13 +165,16 @@ def process_chunk(
         With all of SGLang's own adjustments.
     drafts : sequence of sequence of int
         The drafts of each request, at most ``N - 1``.
+    reading : Req, optional
+        The request whose prompt goes on after this forward. SGLang calls its processor for each part of a prompt, so
+        that what the processor remembers depends on how prompts happened to be cut.
     """
     from sglang.srt.utils.async_probe import sanitize_nan_logits
 
     calls = ChunkCalls()
     groups: dict[str, list[int]] = {}
     for row, req in enumerate(reqs):
-        if req.custom_logit_processor:
+        if req.custom_logit_processor and req is not reading:
             groups.setdefault(req.custom_logit_processor, []).append(row)
     for code, rows in groups.items():
         processor = info.custom_logit_processor[hash(code)][0]

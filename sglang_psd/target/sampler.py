@@ -101,7 +101,9 @@ class ChunkSampler:
         if info.logit_bias is not None:
             logits.add_(info.logit_bias.unsqueeze(1))  # the same at every position
         if info.has_custom_logit_processor:
-            self._calls = process_chunk(reqs, info, logits, drafts.on_host())
+            # In the middle of a prompt no token is drawn.
+            reading = None if batch.forward_mode.is_target_verify() else batch.chunked_req
+            self._calls = process_chunk(reqs, info, logits, drafts.on_host(), reading)
         filters = self._filters(reqs, info)
         uniforms = torch.from_numpy(self._random.random((len(reqs), chunk), dtype=np.float32))
         rows = VerifyRows(

@@ -117,20 +117,6 @@ class PSDWorker(BaseSpecWorker):
         """Nothing to load here; the scheduler updates the target itself."""
         return True, TARGET_UPDATED
 
-    def prepare_for_kv_cache_release(self, req: Req) -> None:
-        """Give back the room for drafts of a finished request whose KV a streaming session keeps.
-
-        The session takes every slot up to the last token as filled (``sglang/srt/session/streaming_session.py``); that
-        token's own KV is not computed yet, and the slot behind it, reserved for drafts, holds a rejected one's.
-        """
-        if req.session is None or not req.session.streaming:
-            return
-        pool, allocator = self.target_worker.get_memory_pool()
-        start = -(-req.kv_committed_len // allocator.page_size) * allocator.page_size
-        if start < req.kv.kv_allocated_len:
-            allocator.free(pool.req_to_token[req.req_pool_idx, start : req.kv.kv_allocated_len].to(torch.int64))
-        req.kv.kv_allocated_len = min(req.kv.kv_allocated_len, req.kv_committed_len)
-
     def queue_ahead(self) -> None:
         """Queue verifies before their drafts are there, from now on, where nothing speaks against it."""
         try:

@@ -38,6 +38,8 @@ class Call:
         Turns before it is sent.
     abort : int or None
         Turns after which it is aborted.
+    session : str or None
+        Conversation that it goes on with, once the last turn there has ended.
     """
 
     prompt: int
@@ -47,6 +49,7 @@ class Call:
     wish: dict[str, Any]
     wait: int = 0
     abort: int | None = None
+    session: str | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -61,14 +64,33 @@ class Call:
     @property
     def kind(self) -> str:
         """``greedy``, ``seeded`` or ``sampled``: what its text can be compared with."""
-        if self.wish.get("temperature", 0.0) == 0.0:
+        if self.wish.get("temperature", 0.0) == 0.0 or self.wish.get("top_k") == 1:
             return "greedy"
         return "seeded" if "sampling_seed" in self.wish else "sampled"
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A server and its traffic; ``options`` are ``Rig``'s, ``pauses`` the calls before which it is paused."""
+    """A server and its traffic.
+
+    Attributes
+    ----------
+    draft, k, mode, loop, options
+        ``Rig``'s.
+    calls : list of Call
+    pauses : dict of int to str
+        Calls before which the server is paused for two turns, and how.
+    target : str
+    config : dict
+        ``Rig``'s.
+    drafter : dict
+        What is wrong with the drafter from the start: ``wire`` (name and seed, see ``proxy.py``), ``kv_tokens`` (its
+        pool), ``mailbox`` (rows), ``spares``.
+    events : dict of int to list of tuple
+        What happens before a call, see ``fuzz_player.py``: a name and its arguments.
+    retract_every : int
+        Forwards after which a slot that decodes retracts a request without need; 0: never.
+    """
 
     draft: str
     k: int
@@ -77,6 +99,11 @@ class Scenario:
     options: dict[str, Any]
     calls: list[Call]
     pauses: dict[int, str] = field(default_factory=dict)
+    target: str = "T"
+    config: dict[str, Any] = field(default_factory=dict)
+    drafter: dict[str, Any] = field(default_factory=dict)
+    events: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
+    retract_every: int = 0
 
 
 def _sometimes(rng: Random, one_in: int, choices: list[dict[str, Any]]) -> dict[str, Any]:

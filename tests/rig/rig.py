@@ -387,13 +387,15 @@ class Rig:
 
     # --- checks ---------------------------------------------------------------------------------
 
-    def idle_check(self, late_allowed: bool = False) -> dict[str, int]:
+    def idle_check(self, late_allowed: bool = False, *, drafter: bool = True) -> dict[str, int]:
         """Nothing runs, and nothing is held on either side; returns what is held, by name: zeros.
 
         Parameters
         ----------
         late_allowed : bool
             The test made the drafter late.
+        drafter : bool
+            Whether there is one; the test may have lost it for good.
 
         Raises
         ------
@@ -404,7 +406,7 @@ class Rig:
         self.turns(2)
         assert scheduler.is_fully_idle(), "the scheduler is not idle"
         scheduler.on_idle()
-        if self.drafter is not None:
+        if self.drafter is not None and drafter:
             client = scheduler.psd_client
             assert client.usable, f"the drafter was lost: {client.failure}"
             assert client.open_requests == 0, f"{client.open_requests} requests are still open"

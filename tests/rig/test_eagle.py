@@ -36,7 +36,7 @@ class Draft:
     drafts: list[int]
 
 
-def _record_drafts(rig: Rig) -> list[Draft]:
+def record_drafts(rig: Rig) -> list[Draft]:
     """From now on, note what is drafted."""
     taken: list[Draft] = []
     original = rig.scheduler._psd_take
@@ -91,7 +91,7 @@ def _left_out(texts: dict[str, list[int]], cached: dict[str, int]) -> dict[str, 
 
 def _drafts(models: Path, head: str, k: int, mode: str, **options: Any) -> tuple[list[Draft], list[Output]]:
     with Rig(models, head, k, mode, target=TARGET_OF[head], disable_radix_cache=True, **options) as rig:
-        taken = _record_drafts(rig)
+        taken = record_drafts(rig)
         outputs = rig.run([(ids, n, {}) for ids, n in zip(PROMPTS, LENGTHS)])
         rig.idle_check()
         return taken, outputs
@@ -137,7 +137,7 @@ def _cold_and_warm(
     prompts = [*BEGINNINGS, BEGINNINGS[0]]
     with Rig(models, "B_e1", 3, target="B", chunked_prefill_size=chunk) as rig:
         waves, cached, texts = [], {}, {}
-        taken = _record_drafts(rig)
+        taken = record_drafts(rig)
         for _ in range(2):
             rids = []
             for ids in prompts:
@@ -183,7 +183,7 @@ def test_shared_beginning_of_running_requests(run_case: RunCase, models: Path, o
 
     def case() -> tuple[list[Output], list[Draft], list[str]]:
         with Rig(models, "B_e1", 3, target="B") as rig:
-            taken, rids = _record_drafts(rig), []
+            taken, rids = record_drafts(rig), []
             for ids in prompts:
                 rids.append(rig.submit(ids, 30))
                 rig.turns(3)
@@ -325,7 +325,7 @@ def test_a_request_opened_in_its_middle(run_case: RunCase, models: Path, oracle:
             rids = [rig.submit(ids, 40) for ids in PROMPTS[:4]]
             rig.turns(12)
             rig.scheduler.psd_client.close_all()
-            taken, starts = _record_drafts(rig), {}
+            taken, starts = record_drafts(rig), {}
             # The next verify runs without drafts; its first hidden state is that of the last token known now.
             for rid in rids:
                 req = rig.request(rid)
@@ -452,7 +452,7 @@ def test_the_trained_head(run_case: RunCase, models: Path, oracle: Oracle, k: in
     def case() -> tuple[list[Draft], list[Output]]:
         options = {"target": str(TINY_TARGET), "loop": "overlapped", "disable_radix_cache": True}
         with Rig(models, str(TINY_EAGLE3), k, mode, **options) as rig:
-            taken = _record_drafts(rig)
+            taken = record_drafts(rig)
             outputs = rig.run([(ids, 40, {}) for ids in prompts])
             rig.idle_check()
             return taken, outputs

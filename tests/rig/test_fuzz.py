@@ -1,9 +1,11 @@
 """Random traffic on random servers, request by request against SGLang without speculation.
 
-Greedy texts, finish reasons, usage and log probabilities are the plain server's; seeded texts are those of a server
-without drafter; of sampled ones no token may stand behind an end. CI runs fixed scenarios of eighty requests.
-``PSD_FUZZ=N`` runs N others, the first made from the number ``PSD_FUZZ_FROM``, goes on after failures, and writes what
-it saw to ``fuzz_cpu.json`` in the folder ``PSD_RESULTS``. Numbers of scenarios that failed stay below in ``FOUND``.
+Greedy texts, finish reasons, usage, log probabilities and hidden states are the plain server's; seeded texts are those
+of a server without drafter; of sampled ones no token may stand behind an end. Drafts of the target's own weights are
+right, and those of an EAGLE head are its replica's. CI runs fixed scenarios of eighty requests, of both generators.
+``PSD_FUZZ=N`` runs N others, the first made from the number ``PSD_FUZZ_FROM`` by the generator ``PSD_FUZZ_OF``
+(``traffic`` or ``wide``), goes on after failures, and writes what it saw to ``fuzz_cpu.json`` or ``fuzz_wide_cpu.json``
+in the folder ``PSD_RESULTS``. Numbers of scenarios that failed stay below in ``FOUND``.
 """
 
 from __future__ import annotations
@@ -20,17 +22,19 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from scripts.record_result import machine
-from tests.rig.fuzz import Call, Scenario, random_scenario, scenarios
-from tests.rig.received import Output
-from tests.rig.rig import Rig
-from tests.rig.together import assert_same_values
+from tests.rig.fuzz import Scenario, random_scenario, scenarios
+from tests.rig.fuzz_compare import check
+from tests.rig.fuzz_wide import wide_scenario
 
 CALLS = 80
-CI_SCENARIOS = 25
+CI_SCENARIOS = 13
+CI_WIDE = range(12)
+GENERATORS = {"traffic": random_scenario, "wide": wide_scenario}
 FUZZ = int(os.environ.get("PSD_FUZZ", "0"))
 FUZZ_FROM = int(os.environ.get("PSD_FUZZ_FROM", "0"))
-# Numbers of scenarios that once failed.
-FOUND: tuple[int, ...] = (224,)
+FUZZ_OF = os.environ.get("PSD_FUZZ_OF", "traffic")
+# Generator and number of scenarios that once failed.
+FOUND: tuple[tuple[str, int], ...] = (("traffic", 224), ("wide", 504), ("wide", 638))
 PROFILE = settings(
     max_examples=CI_SCENARIOS,
     derandomize=True,
@@ -43,89 +47,6 @@ PROFILE = settings(
 )
 
 
-def _serve(models: Path, scenario: Scenario) -> tuple[list[Output], dict[int, Output]]:
-    """Outputs of all calls; and of the seeded ones again, on the same server, without a drafter."""
-    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-
-    with Rig(models, scenario.draft, scenario.k, scenario.mode, scenario.loop, **scenario.options) as rig:
-        rids, due = [], {}
-        for number, call in enumerate(scenario.calls):
-            rig.turns(call.wait)
-            if number in scenario.pauses:
-                rig.tell(PauseGenerationReqInput(mode=scenario.pauses[number]))
-                rig.turns(2)
-                rig.tell(ContinueGenerationReqInput())
-            ids, length, wish = call.ask
-            rids.append(rig.submit(ids, length, **wish))
-            if call.abort is not None:
-                due[rids[-1]] = call.abort
-            for rid in [rid for rid, turns in due.items() if turns <= 0]:
-                rig.abort(rid)
-                del due[rid]
-            due = {rid: turns - call.wait - 1 for rid, turns in due.items()}
-        rig.run_until_done()
-        # A busy machine lets the drafter be late: its drafts are missed then, and nothing else.
-        rig.idle_check(late_allowed=True)
-        outputs = [rig.output(rid) for rid in rids]
-        seeded = [i for i, call in enumerate(scenario.calls) if call.kind == "seeded"]
-        rig.scheduler.psd_client._fail("the test wants none")
-        again = rig.run([scenario.calls[i].ask for i in seeded])
-        return outputs, dict(zip(seeded, again))
-
-
-def _plain(models: Path, scenario: Scenario, numbers: list[int], alone: bool) -> dict[int, Output]:
-    options = {name: scenario.options[name] for name in ("grammar_backend", "reasoning_parser")}
-    options["disable_radix_cache"] = True
-    with Rig(models, None, **options) as rig:
-        asks = [scenario.calls[i].ask for i in numbers]
-        return dict(zip(numbers, rig.run_each(asks) if alone else rig.run(asks)))
-
-
-def agree(call: Call, ours: Output, theirs: Output) -> bool:
-    """Whether a request got what it should have got."""
-    if ours.finish is not None and ours.finish["type"] == "abort" and call.abort is not None:
-        # While its grammar is compiled SGLang ends a request by giving it a prompt of one token, and answers that.
-        waited = ours.finish.get("message") == "Aborted by AbortReq."
-        return waited or ours.ids == theirs.ids[: len(ours.ids)]
-    return (ours.ids, ours.finish, ours.reasoning) == (theirs.ids, theirs.finish, theirs.reasoning)
-
-
-def assert_ends_where_it_says(call: Call, output: Output) -> None:
-    """Counts fit, and nothing stands behind an end."""
-    assert output.finish is not None
-    if output.finish["type"] == "abort":
-        assert call.abort is not None, (call, output.finish)
-        return
-    assert output.usage == len(output.ids) <= call.length
-    assert len(output.logprobs) == (len(output.ids) if call.wish.get("logprobs") else 0)
-    assert output.rounds + output.accepted >= output.usage - 1 - output.retractions
-    stops = set(call.wish.get("stop_token_ids", ()))
-    if not call.wish.get("ignore_eos", True):
-        first = next((i for i, token in enumerate(output.ids) if token in stops), None)
-        assert first in (None, len(output.ids) - 1), (call, output)
-    least = call.wish.get("min_new_tokens", 0)
-    if output.finish["type"] == "stop" and isinstance(output.finish.get("matched"), int):
-        assert len(output.ids) > least, (call, output)
-
-
-def check(run_case, models: Path, scenario: Scenario) -> None:
-    """Serve a scenario and compare all of it."""
-    outputs, seeded = run_case(_serve, models, scenario, timeout_s=300)
-    greedy = [i for i, call in enumerate(scenario.calls) if call.kind == "greedy"]
-    expected = run_case(_plain, models, scenario, greedy, False)
-    odd = [i for i in greedy if not agree(scenario.calls[i], outputs[i], expected[i])]
-    if odd:
-        # The plain server itself may round differently in a batch: one at a time is what counts.
-        expected.update(run_case(_plain, models, scenario, odd, True))
-    for i, call in enumerate(scenario.calls):
-        assert_ends_where_it_says(call, outputs[i])
-        right = expected.get(i) or seeded.get(i)
-        if right is not None:
-            assert agree(call, outputs[i], right), f"{i}: {call}\nours   {outputs[i]}\nright  {right}"
-    whole = [i for i in greedy if scenario.calls[i].abort is None]
-    assert_same_values([outputs[i] for i in whole], [expected[i] for i in whole])
-
-
 @given(scenarios(CALLS))
 @PROFILE
 @pytest.mark.timeout(900)
@@ -133,9 +54,14 @@ def test_random_traffic(run_case, models, scenario) -> None:
     check(run_case, models, scenario)
 
 
-@pytest.mark.parametrize("number", FOUND)
-def test_traffic_that_once_failed(run_case, models, number) -> None:
-    check(run_case, models, random_scenario(Random(number), CALLS))
+@pytest.mark.parametrize("number", CI_WIDE)
+def test_wide_traffic(run_case, models, number) -> None:
+    check(run_case, models, wide_scenario(Random(number), CALLS))
+
+
+@pytest.mark.parametrize(("generator", "number"), FOUND)
+def test_traffic_that_once_failed(run_case, models, generator, number) -> None:
+    check(run_case, models, GENERATORS[generator](Random(number), CALLS))
 
 
 @pytest.mark.skipif(not FUZZ, reason="set PSD_FUZZ to a number of scenarios")
@@ -146,7 +72,7 @@ def test_much_random_traffic(run_case, models) -> None:
     distinct: set[str] = set()
     begin = time.monotonic()
     for number in range(FUZZ_FROM, FUZZ_FROM + FUZZ):
-        scenario = random_scenario(Random(number), CALLS)
+        scenario: Scenario = GENERATORS[FUZZ_OF](Random(number), CALLS)
         try:
             check(run_case, models, scenario)
         except AssertionError as error:
@@ -161,8 +87,9 @@ def _record(done: int, kinds: Counter[str], distinct: int, failed: dict[int, str
     folder = os.environ.get("PSD_RESULTS")
     if not folder:
         return
+    which = "" if FUZZ_OF == "traffic" else f"PSD_FUZZ_OF={FUZZ_OF} "
     found = {
-        "command": f"PSD_FUZZ={FUZZ} PSD_FUZZ_FROM={FUZZ_FROM} PSD_RESULTS={folder} "
+        "command": f"{which}PSD_FUZZ={FUZZ} PSD_FUZZ_FROM={FUZZ_FROM} PSD_RESULTS={folder} "
         "python -m pytest tests/rig/test_fuzz.py -k much",
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "machine": machine(),
@@ -173,4 +100,5 @@ def _record(done: int, kinds: Counter[str], distinct: int, failed: dict[int, str
         "scenarios_failed": failed,
         "seconds": round(seconds),
     }
-    Path(folder, "fuzz_cpu.json").write_text(json.dumps(found, indent=1) + "\n")
+    name = "fuzz_cpu.json" if FUZZ_OF == "traffic" else f"fuzz_{FUZZ_OF}_cpu.json"
+    Path(folder, name).write_text(json.dumps(found, indent=1) + "\n")

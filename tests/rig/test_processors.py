@@ -122,6 +122,17 @@ def test_processors_survive_retraction(run_case, models) -> None:
     assert_same(found, expected, asks)
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_prompt_read_in_parts_is_no_call(run_case, models, loop) -> None:
+    """What a processor remembers does not depend on how its prompt was cut."""
+    code = processors()
+    asks: list[Ask] = [(PROMPTS[5] * 3, 20, wish(code, "Alternate")), *((ids, 20, {}) for ids in PROMPTS[:3])]
+    expected = run_case(plain, models, asks, **OPTIONS)
+    for chunk in (8, 16):
+        found, _ = run_case(together, models, "D_mid", 3, loop, asks, chunked_prefill_size=chunk, **OPTIONS)
+        assert_same(found, expected, asks)
+
+
 def test_a_processor_that_cannot_be_followed_runs_without_drafts(run_case, models) -> None:
     code = processors()
     asks: list[Ask] = [(PROMPTS[0], 20, wish(code, "Memory")), *((ids, 20, {}) for ids in PROMPTS[1:4])]

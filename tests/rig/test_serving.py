@@ -131,6 +131,45 @@ def test_sessions(run_case, models, oracle, streaming, page_size, loop) -> None:
             text += output.ids
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_session_whose_turn_is_retracted(run_case, models, oracle, page_size, loop) -> None:
+    """What it keeps is KV of committed tokens, never that of a rejected draft."""
+    turns = [PROMPTS[4], [30, 31, 32], [99], [12, 13, 14, 15]]
+
+    def case() -> list[Output]:
+        from sglang.srt.managers.io_struct import (
+            CloseSessionReqInput,
+            ContinueGenerationReqInput,
+            OpenSessionReqInput,
+            PauseGenerationReqInput,
+            SessionParams,
+        )
+
+        outputs = []
+        options = {"enable_streaming_session": True, "page_size": page_size}
+        with Rig(models, "D_bad", 3, loop=loop, **options) as rig:
+            rig.tell(OpenSessionReqInput(capacity_of_str_len=1000, session_id="a", streaming=True))
+            for ids in turns:
+                rid = rig.submit(ids, 20, fields={"session_params": SessionParams(id="a")})
+                for _ in range(3):
+                    rig.turns(7)
+                    rig.tell(PauseGenerationReqInput(mode="retract"))
+                    rig.tell(ContinueGenerationReqInput())
+                rig.run_until_done()
+                outputs.append(rig.output(rid))
+            rig.tell(CloseSessionReqInput(session_id="a"))
+            rig.idle_check()
+            return outputs
+
+    text: list[int] = []
+    for ids, output in zip(turns, run_case(case)):
+        text += ids
+        assert output.retractions > 0
+        assert output.ids == oracle.outputs([(list(text), 20, {})])[0].ids
+        text += output.ids
+
+
 def test_a_session_that_begins_anew(run_case, models, oracle) -> None:
     """``replace`` without ``rid`` empties a session: what runs there ends, the next request begins anew."""
 

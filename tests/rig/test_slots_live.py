@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.models import BOS
 from tests.rig.oracle import LONGEST, assert_prefixes, make_prompts
 from tests.rig.rig import Output, Rig
 
@@ -107,6 +108,26 @@ def test_a_prompt_aborted_between_chunks_leaves_the_drafter(run_case, models, mo
             rig.idle_check()
 
     run_case(case)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("turns", [1, 2, 3, 4])
+def test_the_drafter_forgets_a_prompt_that_is_aborted(run_case, models, loop, turns) -> None:
+    """At once, not when the server is idle: it would hold a row and KV there that others need for their drafts."""
+
+    def case() -> tuple[int, list[str]]:
+        with Rig(models, "D_mid", 3, loop=loop, chunked_prefill_size=8) as rig:
+            rig.submit(PROMPTS[1], 200)
+            rig.turns(6)
+            first = rig.submit(PROMPTS[5] * 2, 20)
+            rig.turns(turns)
+            rig.abort(first)
+            rig.turns(6)
+            assert first not in rig.unfinished()
+            return rig.open_in_drafter, rig.unfinished()
+
+    held, unfinished = run_case(case)
+    assert held == len(unfinished) == 1
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -254,6 +275,28 @@ def test_a_prompt_just_read_gives_way(run_case, models, oracle) -> None:
     outputs = run_case(case)
     assert_prefixes(outputs, [LONGEST, 2], oracle.greedy([PROMPTS[1], long_prompt]))
     assert [output.retractions for output in outputs] == [0, 1], "the pool was not small enough for this test"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_nobody_ends_for_memory_that_others_hold(run_case, models, oracle, loop) -> None:
+    """A pool for the largest request alone: whoever is in its way gives way, in either slot, also if just read."""
+    long = [BOS] + [(7 * j + j * j) % 250 + 10 for j in range(90)]
+    prompts = [ids if i % 3 else [*long[: 60 + 3 * i], ids[-1]] for i, ids in enumerate(PROMPTS)]
+
+    def case() -> list[Output]:
+        options = {"max_total_tokens": max(map(len, prompts)) + 20 + 31, "schedule_conservativeness": 0.05}
+        with Rig(models, "D_mid", 31, loop=loop, **options) as rig:
+            rids = []
+            for i in range(27):
+                rids.append(rig.submit(prompts[i % 9], 20))
+                rig.turns(i % 4)
+            rig.run_until_done()
+            rig.idle_check()
+            return [rig.output(rid) for rid in rids]
+
+    outputs = run_case(case)
+    assert_prefixes(outputs, [20] * 27, oracle.greedy(prompts) * 3)
+    assert sum(output.retractions for output in outputs) > 0, "the pool was not small enough for this test"
 
 
 @pytest.mark.parametrize("loop", LOOPS)

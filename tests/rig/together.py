@@ -45,25 +45,27 @@ def assert_same(found: Sequence[Output], expected: Sequence[Output], asks: Seque
 CLOSE = 1e-4
 
 
-def assert_same_values(found: Sequence[Output], expected: Sequence[Output]) -> None:
-    """Log probabilities of output and prompt, alternatives and chosen ids, as good as equal (``CLOSE``)."""
+def assert_same_values(found: Sequence[Output], expected: Sequence[Output], close: float = CLOSE) -> None:
+    """Log probabilities of output and prompt, alternatives and chosen ids, as good as equal (within ``close``)."""
     for ours, theirs in zip(found, expected, strict=True):
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=CLOSE)
-        assert ours.input_logprobs == pytest.approx(theirs.input_logprobs, abs=CLOSE)
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=close)
+        assert ours.input_logprobs == pytest.approx(theirs.input_logprobs, abs=close)
         for name in ("top_logprobs", "token_ids_logprobs"):
             rows, plain_rows = getattr(ours, name), getattr(theirs, name)
             assert len(rows) == len(plain_rows), name
             for row, plain_row in zip(rows, plain_rows):
-                assert [value for value, _ in row] == pytest.approx([value for value, _ in plain_row], abs=CLOSE), name
+                assert [value for value, _ in row] == pytest.approx([value for value, _ in plain_row], abs=close), name
                 if name == "top_logprobs":
-                    assert_same_alternatives(row, plain_row)
+                    assert_same_alternatives(row, plain_row, close)
                 else:
                     assert [token for _, token in row] == [token for _, token in plain_row], name
 
 
-def assert_same_alternatives(row: Sequence[tuple[float, int]], plain_row: Sequence[tuple[float, int]]) -> None:
+def assert_same_alternatives(
+    row: Sequence[tuple[float, int]], plain_row: Sequence[tuple[float, int]], close: float = CLOSE
+) -> None:
     """The same best tokens; two that are as good as equal may stand in either order, and either may be the last one."""
     ours, theirs = ({token: value for value, token in each} for each in (row, plain_row))
     for token in ours.keys() | theirs.keys():
         mine, other = ours.get(token, row[-1][0]), theirs.get(token, plain_row[-1][0])
-        assert mine == pytest.approx(other, abs=CLOSE), f"top_logprobs: {token} in {row}, {plain_row}"
+        assert mine == pytest.approx(other, abs=close), f"top_logprobs: {token} in {row}, {plain_row}"

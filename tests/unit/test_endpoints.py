@@ -18,7 +18,7 @@ import zmq
 
 import sglang_psd
 from sglang_psd.channel import messages as m
-from sglang_psd.channel import transport
+from sglang_psd.channel import pulse, transport
 from sglang_psd.channel.endpoints import CurveKeys, PrivateEndpoint, check_endpoint
 from sglang_psd.channel.pulse import PulseReader, PulseSender
 from sglang_psd.channel.transport import Channel
@@ -42,14 +42,14 @@ def endpoint():
 
 
 def test_files_are_the_users_own(endpoint) -> None:
-    channel, pulse = Channel(endpoint.address, bind=True), PulseReader(endpoint.pulse_address)
+    channel, reader = Channel(endpoint.address, bind=True), PulseReader(endpoint.pulse_address)
     try:
         assert stat.S_IMODE(os.stat(endpoint.folder).st_mode) == 0o700
         for path in (endpoint.path, endpoint.pulse_path):
             assert stat.S_ISSOCK(os.stat(path).st_mode) and stat.S_IMODE(os.stat(path).st_mode) == 0o600
     finally:
         channel.close()
-        pulse.close()
+        reader.close()
 
 
 def test_names_cannot_be_guessed_and_do_not_collide() -> None:
@@ -262,6 +262,22 @@ def test_the_pulse_of_a_process_that_is_stopped_stops() -> None:
     finally:
         child.kill()
         child.wait()
+        reader.close()
+        endpoint.cleanup()
+
+
+def test_the_first_beat_comes_at_once(monkeypatch) -> None:
+    """A drafter that stops right after its greeting would otherwise be waited for as one that is well."""
+    monkeypatch.setattr(pulse, "BEAT_S", 3600.0)
+    endpoint = PrivateEndpoint()
+    reader, sender = PulseReader(endpoint.pulse_address), PulseSender(endpoint.pulse_address)
+    try:
+        deadline = time.monotonic() + 30
+        while reader.silence_s() == 0.0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        sender.stop()
         reader.close()
         endpoint.cleanup()
 
