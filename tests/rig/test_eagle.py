@@ -52,7 +52,7 @@ def record_drafts(rig: Rig) -> list[Draft]:
     return taken
 
 
-def _assert_replica(
+def assert_replica(
     models: Path, head: str, taken: list[Draft], k: int, left_out: dict[str, set[int]] | None = None
 ) -> None:
     replica = Replica(models / TARGET_OF[head], models / head)
@@ -114,7 +114,7 @@ def test_drafts_are_the_replicas(
     taken, outputs = run_case(_drafts, models, head, k, mode, **options)
     assert_prefixes(outputs, LENGTHS, oracle.greedy(PROMPTS[: len(LENGTHS)], target=TARGET_OF[head]))
     assert len(taken) > 20
-    _assert_replica(models, head, taken, k)
+    assert_replica(models, head, taken, k)
     if head == "B_e1":
         assert sum(output.accepted for output in outputs) > 20, "too few drafts were right for this test"
 
@@ -174,7 +174,7 @@ def test_prefix_hits(run_case: RunCase, models: Path, oracle: Oracle, chunk: int
     if keeps:
         lacking = _left_out(texts, cached)
         assert all(len(positions) <= 2 for positions in lacking.values()), "beginnings were not kept"
-    _assert_replica(models, "B_e1", taken, 3, lacking)
+    assert_replica(models, "B_e1", taken, 3, lacking)
 
 
 def test_shared_beginning_of_running_requests(run_case: RunCase, models: Path, oracle: Oracle) -> None:
@@ -195,7 +195,7 @@ def test_shared_beginning_of_running_requests(run_case: RunCase, models: Path, o
     assert_prefixes(outputs, [30] * 3, oracle.greedy(prompts, target="B"))
     assert all(output.cached > 20 for output in outputs[1:]), "no prefix was hit"
     # They part at the last token of their prompts: the position before it is the one whose KV differs.
-    _assert_replica(models, "B_e1", taken, 3, {rid: {output.cached - 1} for rid, output in zip(rids[1:], outputs[1:])})
+    assert_replica(models, "B_e1", taken, 3, {rid: {output.cached - 1} for rid, output in zip(rids[1:], outputs[1:])})
 
 
 def test_a_head_of_another_target_is_refused(run_case: RunCase, models: Path) -> None:
@@ -337,7 +337,7 @@ def test_a_request_opened_in_its_middle(run_case: RunCase, models: Path, oracle:
     outputs, taken, starts = run_case(case)
     assert_prefixes(outputs, [40] * 4, oracle.greedy(PROMPTS[:4], target="B"))
     assert {draft.rid for draft in taken} == set(starts)
-    _assert_replica(models, "B_e1", taken, 3, starts)
+    assert_replica(models, "B_e1", taken, 3, starts)
 
 
 def test_a_full_mailbox(run_case: RunCase, models: Path, oracle: Oracle) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.rig.graphs import graphs_on_cpu
 from tests.rig.oracle import Oracle, assert_prefixes, make_prompts
 from tests.rig.rig import Output, Rig
-from tests.rig.test_eagle import LENGTHS, PROMPTS, TARGET_OF, _assert_replica, _record_drafts
+from tests.rig.test_eagle import LENGTHS, PROMPTS, TARGET_OF, assert_replica, record_drafts
 from tests.rig.test_identity import run_batches, staggered_lengths
 
 BATCHES = (1, 3, 9)
@@ -52,7 +52,7 @@ def test_heads_draft_as_their_replicas(run_case, models: Path, oracle: Oracle, h
         with Rig(
             models, head, k, mode, target=TARGET_OF[head], disable_radix_cache=True, sabotage=graphs_on_cpu
         ) as rig:
-            taken = _record_drafts(rig)
+            taken = record_drafts(rig)
             outputs = rig.run([(ids, n, {}) for ids, n in zip(PROMPTS, LENGTHS)])
             rig.idle_check()
             return taken, outputs
@@ -60,4 +60,4 @@ def test_heads_draft_as_their_replicas(run_case, models: Path, oracle: Oracle, h
     taken, outputs = run_case(case)
     assert_prefixes(outputs, LENGTHS, oracle.greedy(PROMPTS[: len(LENGTHS)], target=TARGET_OF[head]))
     assert len(taken) > 20
-    _assert_replica(models, head, taken, k)
+    assert_replica(models, head, taken, k)

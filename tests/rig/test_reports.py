@@ -57,7 +57,7 @@ def test_retractions_that_make_room_for_the_other_slot_are_counted(run_case, mod
             rids = [rig.submit(ids, 40) for ids in make_prompts(6)]
             rig.turns(6)
             for slot in scheduler.psd_slots:
-                scheduler._psd_retract(slot, slot.running.reqs[0])
+                scheduler._psd_retract(slot.running, slot.running.reqs[0])
             rig.run_until_done()
             rig.idle_check()
             return counted, [rig.output(rid) for rid in rids]
