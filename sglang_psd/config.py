@@ -171,7 +171,6 @@ class PSDConfig:
         return 2 if self.mode == "parallel" else 1
 
 
-_NONE = type(None)
 _KIND_NAMES = {str: "a string", float: "a number", int: "a whole number", bool: "true or false"}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_psd.bench.grid import Cell
-from sglang_psd.bench.options import BenchOptions
+from sglang_psd.bench.options import PROMPTS, RANDOM_IDS, BenchOptions
 from sglang_psd.resources import load_prompts
 
 MODULE = "sglang.benchmark.serving"
@@ -72,12 +72,12 @@ def client_arguments(
     count = min(num_requests(cell, options), cell.n or WARM_UP_REQUESTS) if warm_up else num_requests(cell, options)
     output_len = min(cell.output_len, WARM_UP_TOKENS) if warm_up else cell.output_len
     flags = ["--backend", BACKEND, "--base-url", url, "--model", tokenizer, "--num-prompts", str(count)]
-    if options.data == "random-ids":
-        flags += ["--dataset-name", "random-ids", "--tokenize-prompt", "--random-range-ratio", "1.0"]
+    if options.data == RANDOM_IDS:
+        flags += ["--dataset-name", RANDOM_IDS, "--tokenize-prompt", "--random-range-ratio", "1.0"]
         flags += ["--random-input-len", str(cell.input_len), "--random-output-len", str(output_len)]
     else:
-        path = work / f"prompts-{seed}.jsonl" if options.data == "prompts" else Path(options.data)
-        if options.data == "prompts":
+        path = work / f"prompts-{seed}.jsonl" if options.data == PROMPTS else Path(options.data)
+        if options.data == PROMPTS:
             write_prompts(path, count, seed)
         flags += ["--dataset-name", "custom", "--dataset-path", str(path), "--sharegpt-output-len", str(output_len)]
     if cell.rate is None or warm_up:

@@ -10,7 +10,7 @@ from sglang_psd.resources import TINY_DRAFT, TINY_TARGET, check_checkpoint
 
 PROTOCOLS = ("fair", "reference")
 # Made-up prompts, and the package's own; any other name is a file.
-DATASETS = ("random-ids", "prompts")
+RANDOM_IDS, PROMPTS = DATASETS = ("random-ids", "prompts")
 
 
 @dataclass
@@ -130,12 +130,12 @@ class BenchOptions:
     @property
     def data(self) -> str:
         """The data set: made-up weights read made-up prompts."""
-        return self.dataset or ("random-ids" if self.dummy_weights else "prompts")
+        return self.dataset or (RANDOM_IDS if self.dummy_weights else PROMPTS)
 
     @property
     def prompt_lengths(self) -> list[int]:
         """``input_len`` where prompts are made up; [0], as long as they are, where they are not."""
-        return self.input_len if self.data == "random-ids" else [0]
+        return self.input_len if self.data == RANDOM_IDS else [0]
 
     @property
     def dummy_weights(self) -> bool:

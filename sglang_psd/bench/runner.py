@@ -22,7 +22,7 @@ from sglang_psd.bench.client import MODULE, RequestTimes, ServingClient, client_
 from sglang_psd.bench.environment import environment, gpu_names
 from sglang_psd.bench.grid import Cell, ServerPlan, measured_sizes, plan
 from sglang_psd.bench.measure import client_figures
-from sglang_psd.bench.options import BenchOptions
+from sglang_psd.bench.options import RANDOM_IDS, BenchOptions
 from sglang_psd.bench.results import ResultFile
 from sglang_psd.bench.rounds import read_trace, round_figures
 from sglang_psd.bench.shapes import with_tokenizer
@@ -213,7 +213,7 @@ class Runner:
                 if batch == first:
                     flush_cache(process.url)
                     self._client.run(self._arguments(cell, process, -1))
-                if self.options.data != "random-ids":
+                if self.options.data != RANDOM_IDS:
                     # The same prompts come again; random ones do not, and a flush empties the allocator's cache too.
                     flush_cache(process.url)
                 offset = trace.stat().st_size if trace.exists() else 0

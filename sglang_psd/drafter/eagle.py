@@ -177,9 +177,9 @@ class EagleEngine(DraftEngine):
         last, self._last = self._last, None
         if last is None:
             return
-        while not self._plenty and self._ended.evict():
+        while self._surplus <= 0 and self._ended.evict():
             pass
-        if self._plenty:
+        if self._surplus > 0:
             standing = [state for state in last[0] if self._states.get(state.rid) is state]
             self._take_slots_ahead(standing, 2 * last[1].tokens.shape[1] + 1)
 

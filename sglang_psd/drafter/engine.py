@@ -202,7 +202,7 @@ class DraftEngine:
         most = self._model.context_len
         lengths = [n if s.num_slots >= n else max(n, min(n + spare, most)) for s, n in zip(states, needed)]
         missing = sum(max(0, length - state.num_slots) for state, length in zip(states, lengths))
-        return lengths if missing < self._model.free_kv_tokens - FREE_SHARE * self._model.kv_tokens else needed
+        return lengths if missing < self._surplus else needed
 
     @torch.inference_mode()
     def use_pause(self) -> None:
@@ -225,16 +225,16 @@ class DraftEngine:
             for state, drafts in zip(last[0], last[1].tokens)
             if self._states.get(state.rid) is state and state.num_fed == len(state.tokens) + num_steps - 1
         ]
-        if self._plenty:
+        if self._surplus > 0:
             self._take_slots_ahead([state for state, _ in standing], 2 * num_steps + 1)
         if not self.spec.shares_device:
             for state, draft in standing:
                 state.note_last(draft)
 
     @property
-    def _plenty(self) -> bool:
-        """Whether slots may be taken that nobody needs yet."""
-        return self._model.free_kv_tokens > FREE_SHARE * self._model.kv_tokens
+    def _surplus(self) -> float:
+        """How many slots may be taken that nobody needs yet; not above 0 where there are none."""
+        return self._model.free_kv_tokens - FREE_SHARE * self._model.kv_tokens
 
     def _num_positions(self, state: DraftState) -> int:
         """Slots that a request's tokens take when all have KV."""

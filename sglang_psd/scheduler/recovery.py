@@ -77,7 +77,7 @@ class RecoveryMixin(_Base):
         client, supervisor, process = self.psd_client, self.psd_supervisor, self.psd_process
         if client is None or supervisor is None or process is None:
             return
-        # SGLang drops some without a forward: a prompt aborted between its chunks, the last request of a full pool.
+        # SGLang drops some without a forward, such as the last request of a full pool.
         client.tend(lambda: {req.rid for req in self._psd_everybody()})
         if self.psd_metrics is not None:
             self.psd_metrics.set_drafting(client.drafting)

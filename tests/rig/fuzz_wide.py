@@ -182,7 +182,10 @@ def tight_pool(rng: Random, calls: list[Call], page: int, k: int) -> int:
     (``Scheduler.init_req_max_new_tokens``), and refuses a prompt that leaves less than seven tokens
     (``TpModelWorker``, ``max_req_input_len``); a verify reserves a whole chunk (docs/features.md).
     """
-    paged = lambda tokens: -(-tokens // page) * page  # noqa: E731
+
+    def paged(tokens: int) -> int:
+        return -(-tokens // page) * page
+
     least = max(
         max(paged(len(call.ids)) + call.length + page + 2, paged(len(call.ids) + call.length + k), len(call.ids) + 7)
         for call in calls
