@@ -27,8 +27,10 @@ class ServerStartError(PSDError, RuntimeError):
     """The server process ended, or did not answer, before it was ready."""
 
 
-# Below what systems hand out by themselves: a server binds its port only when all is loaded.
+# Below what systems hand out by themselves: a server binds its ports only when all is loaded.
 PORTS = range(20_000, 32_000)
+# Whatever a program or a test seeds, processes that choose at the same time choose differently.
+_RANDOM = random.SystemRandom()
 
 
 def free_port() -> int:
@@ -39,11 +41,23 @@ def free_port() -> int:
     PSDError
         There is none among a few hundred of ``PORTS``.
     """
-    for port in random.sample(PORTS, 300):
+    for port in _RANDOM.sample(PORTS, 300):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
     raise PSDError(f"No TCP port from {PORTS.start} to {PORTS.stop - 1} is free on the loopback interface.")
+
+
+def ports_of(arguments: Sequence[str]) -> dict[str, int]:
+    """Flags and ports for a server with these arguments.
+
+    SGLang itself takes a port for its ranks from those that the system hands out, and binds it when the processes are
+    up, seconds later: until then any connection may get it. With data parallelism it needs one per replica, and
+    chooses all of them.
+    """
+    given = {argument.split("=")[0] for argument in arguments}
+    left_alone = given & {"--nccl-port", "--dp", "--dp-size", "--data-parallel-size"}
+    return {flag: free_port() for flag in (["--port"] if left_alone else ["--port", "--nccl-port"])}
 
 
 def cause_in(log: str) -> str:
@@ -54,7 +68,7 @@ def cause_in(log: str) -> str:
 
 
 class ServerProcess:
-    """Runs a server command with ``--host`` and ``--port`` added.
+    """Runs a server command with ``--host`` and ports added (``ports_of``).
 
     Parameters
     ----------
@@ -75,13 +89,14 @@ class ServerProcess:
         command: Sequence[str] | None = None,
         environment: dict[str, str] | None = None,
     ):
-        self.port = free_port()
+        ports = ports_of(arguments)
+        self.port = ports["--port"]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path
         base = list(command or (sys.executable, "-m", "sglang.launch_server"))
         with open(log_path, "wb") as log:
             self._process = subprocess.Popen(
-                [*base, *arguments, "--host", "127.0.0.1", "--port", str(self.port)],
+                [*base, *arguments, "--host", "127.0.0.1", *(str(part) for pair in ports.items() for part in pair)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

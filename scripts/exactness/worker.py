@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from scripts.exactness.traffic import Request, random_requests
+from sglang_psd.server_process import free_port
 
 ANSWERS, READY = "answers.jsonl", "ready"
 # Alternatives asked of the engine that the others are compared with: what a difference costs is read from them.
@@ -201,7 +202,7 @@ def main() -> int:
             import sglang as sgl
 
             begin = time.monotonic()
-            engine = sgl.Engine(**job.keywords)
+            engine = sgl.Engine(nccl_port=free_port(), **job.keywords)
             path.with_name(READY).write_text(str(round(time.monotonic() - begin, 1)))
             answerer = Answerer(engine, job, float(wait_for(job.go)), out)
             begin = time.monotonic()

@@ -49,7 +49,7 @@ class FailedStart:
 def try_start(flags: list[str], port: int, environment: dict[str, str], needle: str) -> FailedStart:
     """Run a server that is bound to fail; ``needle`` marks the sentence in its log."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(TINY_TARGET), *BASE_FLAGS, *flags]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(free_port())]
     started, seen = time.monotonic(), {}
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         launcher = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

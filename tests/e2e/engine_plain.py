@@ -11,12 +11,13 @@ import sglang as sgl
 from transformers import AutoTokenizer
 
 from sglang_psd.resources import TINY_TARGET, load_prompts
+from sglang_psd.server_process import free_port
 from tests.e2e.flags import BASE_KEYWORDS
 
 
 def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY_TARGET)
-    engine = sgl.Engine(model_path=str(TINY_TARGET), **BASE_KEYWORDS)
+    engine = sgl.Engine(model_path=str(TINY_TARGET), nccl_port=free_port(), **BASE_KEYWORDS)
     answers = []
     for prompt in load_prompts(8):
         text = tokenizer.apply_chat_template(

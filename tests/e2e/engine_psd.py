@@ -8,6 +8,7 @@ import psutil
 import sglang as sgl
 
 from sglang_psd.resources import TINY_TARGET
+from sglang_psd.server_process import free_port
 from tests.e2e.flags import BASE_KEYWORDS, PSD_KEYWORDS
 
 SAMPLING = {"temperature": 0, "max_new_tokens": 64}
@@ -26,7 +27,8 @@ async def stream_async(engine: sgl.Engine, prompt: str) -> list[str]:
 
 def main() -> None:
     prompts = json.loads(sys.argv[1])
-    engine = sgl.Engine(model_path=str(TINY_TARGET), psd_mode="parallel", **BASE_KEYWORDS, **PSD_KEYWORDS)
+    keywords = {"psd_mode": "parallel", "nccl_port": free_port(), **BASE_KEYWORDS, **PSD_KEYWORDS}
+    engine = sgl.Engine(model_path=str(TINY_TARGET), **keywords)
     for prompt in prompts:
         engine.generate(prompt, {"temperature": 0, "max_new_tokens": 1})
     sync = engine.generate(prompts, SAMPLING)

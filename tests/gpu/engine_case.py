@@ -8,6 +8,7 @@ import sglang as sgl
 from transformers import AutoTokenizer
 
 from sglang_psd.resources import TINY_TARGET, load_prompts
+from sglang_psd.server_process import free_port
 
 NUM_HIDDEN = 4  # answers whose hidden states are printed
 
@@ -30,7 +31,8 @@ def main() -> None:
         for prompt in load_prompts(case["num_prompts"])
     ]
     started = time.monotonic()
-    engine = sgl.Engine(model_path=str(TINY_TARGET), random_seed=1, log_level="warning", **case["engine"])
+    keywords = {"random_seed": 1, "log_level": "warning", "nccl_port": free_port(), **case["engine"]}
+    engine = sgl.Engine(model_path=str(TINY_TARGET), **keywords)
     ready_s = time.monotonic() - started
     sampling: list | dict = {"temperature": 0, "max_new_tokens": case["max_new_tokens"]}
     if case.get("to_the_end"):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_psd.errors import DrafterStartError
+from sglang_psd.server_process import free_port
 from tests.rig.drafter import ForkedDrafter
 from tests.rig.proxy import Fault
 from tests.rig.received import Output, Received, Recorder
@@ -103,6 +104,7 @@ class Rig:
             "max_total_tokens": KV_TOKENS,
             "max_running_requests": MAX_RUNNING,
             "random_seed": RANDOM_SEED,
+            "nccl_port": free_port(),
             "log_level": "warning",
         }
         if draft is not None:

@@ -1,8 +1,12 @@
-"""What a server's log says about its end."""
+"""A server's ports, and what its log says about its end."""
 
 from __future__ import annotations
 
-from sglang_psd.server_process import cause_in
+import random
+
+import pytest
+
+from sglang_psd.server_process import PORTS, cause_in, free_port, ports_of
 
 TRACEBACK = """[2026-11-30 21:58:06] Scheduler hit an exception: Traceback (most recent call last):
   File "sglang/srt/configs/model_config.py", line 790, in _derive_context_length
@@ -26,3 +30,19 @@ def test_without_an_exception_it_is_the_last_line() -> None:
         "launch_server.py: error: unknown flag --x"
     )
     assert cause_in("") == ""
+
+
+def test_processes_with_one_seed_choose_different_ports() -> None:
+    """Hypothesis seeds ``random`` alike in every worker."""
+    chosen = set()
+    for _ in range(4):
+        random.seed(0)
+        chosen.add(free_port())
+    assert len(chosen) > 1 and chosen <= set(PORTS)
+
+
+@pytest.mark.parametrize("flag", ["--dp-size", "--dp", "--data-parallel-size", "--nccl-port"])
+def test_a_server_gets_a_port_for_its_ranks(flag: str) -> None:
+    """Unless SGLang needs one per replica, or the user named one."""
+    assert list(ports_of(["--tp-size", "2"])) == ["--port", "--nccl-port"]
+    assert list(ports_of([flag, "2"])) == list(ports_of([flag + "=2"])) == ["--port"]
