@@ -8,7 +8,6 @@ overwritten by the next round. Chains only: a tree would take several candidates
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -134,12 +133,9 @@ class EagleEngine(DraftEngine):
         for state in states:
             self._ended.keep(state, most_waiting)
 
-    def _reserve(self, states: Sequence[HeadState], lengths: Sequence[int]) -> list[bool]:
-        """As ``DraftModel.reserve_all``; ended requests give way."""
-        granted = self._model.reserve_all(states, lengths)
-        while not all(granted) and self._ended.evict():
-            granted = self._model.reserve_all(states, lengths)
-        return granted
+    def _make_room(self) -> bool:
+        """Ended requests give way, too."""
+        return super()._make_room() or self._ended.evict()
 
     def backlog(self, rid: str) -> int:
         """Hidden states of ``rid`` that a round would have to feed beyond its own chunk."""

@@ -65,6 +65,8 @@ class DraftEngine:
         self._last: tuple[list[DraftState], HostChain] | None = None
         # Requests of a chain whose states have not been told yet what it has fed.
         self._untold: tuple[list[DraftState], HostChain] | None = None
+        # Whether slots may be held that nobody needs now.
+        self._holds_spare = False
         self._rounds = 0
         self._drafted_tokens = 0
         self.load_s = time.monotonic() - started
@@ -193,8 +195,26 @@ class DraftEngine:
         """Those that ``num_steps`` drafts can be made for: within context and pool, caught up."""
         ready = self._caught_up([state for state in states if self._usable(state, num_steps)])
         needed = [len(state.tokens) + num_steps for state in ready]
-        granted = self._model.reserve_all(ready, self._with_spare(ready, needed, num_steps))
+        granted = self._reserve(ready, self._with_spare(ready, needed, num_steps))
         return [state for state, has_room in zip(ready, granted) if has_room]
+
+    def _reserve(self, states: Sequence[Pooled], lengths: Sequence[int]) -> list[bool]:
+        """As ``DraftModel.reserve_all``; what nobody needs now gives way."""
+        granted = self._model.reserve_all(states, lengths)
+        while not all(granted) and self._make_room():
+            granted = self._model.reserve_all(states, lengths)
+        return granted
+
+    def _make_room(self) -> bool:
+        """Give the slots back that were taken ahead; False when there are none."""
+        if not self._holds_spare:
+            return False
+        self._holds_spare = False
+        self._last = None  # the last draft of each chain loses the slot that it would be fed to
+        given_back = [
+            self._model.trim(state, max(self._num_positions(state), state.num_fed)) for state in self._states.values()
+        ]
+        return any(given_back)
 
     def _with_spare(self, states: Sequence[Pooled], needed: Sequence[int], num_steps: int) -> Sequence[int]:
         """Slots of many rounds where ``needed`` are not there: a busy drafter has no pause to take the next in."""
@@ -202,7 +222,10 @@ class DraftEngine:
         most = self._model.context_len
         lengths = [n if s.num_slots >= n else max(n, min(n + spare, most)) for s, n in zip(states, needed)]
         missing = sum(max(0, length - state.num_slots) for state, length in zip(states, lengths))
-        return lengths if missing < self._surplus else needed
+        if missing >= self._surplus:
+            return needed
+        self._holds_spare = True
+        return lengths
 
     @torch.inference_mode()
     def use_pause(self) -> None:
@@ -248,6 +271,7 @@ class DraftEngine:
             states, lengths = [states[i] for i in short], [lengths[i] for i in short]
             taken = needed * ROUNDS_AHEAD
         self._model.reserve_all(states, [min(length + taken, self._model.context_len) for length in lengths])
+        self._holds_spare = True
 
     def _usable(self, state: Pooled, num_steps: int) -> bool:
         return len(state.tokens) + num_steps <= self._model.context_len
@@ -295,7 +319,7 @@ class DraftEngine:
         chosen: list[tuple[DraftState, int]] = []
         for state in states:
             take = min(state.missing - 1, budget)
-            if take <= 0 or not self._model.reserve(state, len(state.fed) + take):
+            if take <= 0 or not self._reserve([state], [len(state.fed) + take])[0]:
                 continue
             chosen.append((state, take))
             budget -= take

@@ -92,12 +92,8 @@ class DraftModel:
 
     # --- KV -------------------------------------------------------------------------------------
 
-    def reserve(self, state: Pooled, length: int) -> bool:
-        """Make sure that positions below ``length`` have KV slots; False when there are none left."""
-        return self.reserve_all([state], [length])[0]
-
     def reserve_all(self, states: Sequence[Pooled], lengths: Sequence[int]) -> list[bool]:
-        """``reserve`` for many requests with one write to the request table; says for whom there was room."""
+        """Make sure that positions of each request below its length have KV slots; says for whom there was room."""
         granted = [state.pool_row >= 0 or (bool(self._free_rows) and self._take_row(state)) for state in states]
         free, growth = self.free_kv_tokens, []
         for i, (state, length) in enumerate(zip(states, lengths)):
@@ -125,11 +121,18 @@ class DraftModel:
         state.pool_row = self._free_rows.pop()
         return True
 
+    def trim(self, state: Pooled, length: int) -> bool:
+        """Give the slots of positions from ``length`` on back; False when there are none."""
+        if state.num_slots <= length:
+            return False
+        slots = self._table.req_to_token[state.pool_row, length : state.num_slots].clone()
+        self._allocator.free(slots.to(torch.int64))
+        state.num_slots = length
+        return True
+
     def release(self, state: Pooled) -> None:
         """Give a request's row and slots back."""
-        if state.num_slots:
-            slots = self._table.req_to_token[state.pool_row, : state.num_slots].clone()
-            self._allocator.free(slots.to(torch.int64))
+        self.trim(state, 0)
         if state.pool_row >= 0:
             self._free_rows.append(state.pool_row)
         state.forget_kv()

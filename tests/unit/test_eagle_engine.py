@@ -41,7 +41,7 @@ def engine(tmp_path: Path) -> Any:
     engine._mailbox = Mailbox(ROWS, 1, torch.float32, "cpu", str(tmp_path))
     engine._writer = MailboxWriter(engine._mailbox.handle(), None)
     engine._ended = EndedRequests(engine._model.release)
-    engine._states = {}
+    engine._states, engine._holds_spare = {}, False
     return engine
 
 

@@ -311,3 +311,29 @@ def test_a_drafter_that_never_rests_takes_slots_for_many_rounds(kv_tokens: int, 
         assert drafts == drafts_after(tokens, STEPS)
         gained = drafts[:1]
     assert sum(found) == short
+
+
+@pytest.mark.parametrize("shares_device", [False, True])
+def test_slots_taken_ahead_give_way(shares_device: bool) -> None:
+    """A long prompt is read although an earlier request held slots for many rounds; both get all their drafts."""
+    engine = Play(0, kv_tokens=110, integrity_checks=True, shares_device=shares_device).engine
+    tokens = {"a": [1, 2, 3], "b": [i % VOCAB for i in range(70)]}
+
+    def draft(round_id: int) -> None:
+        rows = [RoundRow(rid, len(all_of), all_of[-1:]) for rid, all_of in tokens.items() if rid in engine._states]
+        answer = engine.draft(round_id, rows, STEPS, 0.0)
+        engine.use_pause()
+        assert list(answer.counts) == [STEPS] * len(rows)
+        drafts = np.frombuffer(answer.tokens, TOKEN).reshape(len(rows), STEPS).tolist()
+        assert drafts == [drafts_after(tokens[row.rid], STEPS) for row in rows]
+        for row, chain in zip(rows, drafts):
+            tokens[row.rid] += chain[:1]
+
+    engine.open(Open("a", np.array(tokens["a"], TOKEN).tobytes(), LAWS[0]))
+    tokens["a"] += [next_token(5)]
+    draft(0)
+    assert engine._states["a"].num_slots > 40
+    engine.open(Open("b", np.array(tokens["b"], TOKEN).tobytes(), LAWS[0]))
+    tokens["b"] += [next_token(5)]
+    for i in range(1, 9):
+        draft(i)
