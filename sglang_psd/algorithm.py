@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from sglang_psd.architectures import refuse_unsupported_models
 from sglang_psd.attention import refuse_unverified_attention
 from sglang_psd.compat import check_draft_model
 from sglang_psd.config import MAX_NUM_STEPS
-from sglang_psd.draft_method import head_of, read_config
+from sglang_psd.draft_method import head_of
 from sglang_psd.errors import PSDConfigError, UnsupportedFeatureError
 from sglang_psd.scheduler.devices import choose_device
 
@@ -66,7 +67,7 @@ def validate_server_args(args: PSDServerArgs) -> None:
     _refuse_unsupported(args)
     _refuse_ignored(args)
     refuse_unverified_attention(args)
-    _refuse_multimodal(args)
+    refuse_unsupported_models(args)
     _refuse_vanishing_target(args)
     _complete_chain_shape(args)
     if args.max_running_requests is None:
@@ -93,6 +94,7 @@ def _refuse_unsupported(args: PSDServerArgs) -> None:
         (args.enable_pdmux, "--enable-pdmux"),
         (args.speculative_adaptive, "--speculative-adaptive"),
         (args.enable_hisparse, "--enable-hisparse"),
+        (args.enable_prefill_delayer, "--enable-prefill-delayer"),
         (args.is_embedding, "--is-embedding"),
         # Its matcher cannot take a token back, and verifying a chain means trying drafts.
         (args.grammar_backend == "outlines", "--grammar-backend outlines"),
@@ -126,18 +128,6 @@ def _refuse_ignored(args: PSDServerArgs) -> None:
     for used, flag, remedy in ignored:
         if used:
             raise UnsupportedFeatureError(f"{flag} has no effect on PSD; {remedy}.")
-
-
-def _refuse_multimodal(args: Any) -> None:
-    """Positions of images and their embeddings are more than a chain of drafts carries."""
-    from sglang.srt.configs.model_config import is_multimodal_model
-
-    architectures = read_config(str(args.model_path), args.trust_remote_code, args.revision)["architectures"]
-    if is_multimodal_model(architectures):
-        raise UnsupportedFeatureError(
-            f"PSD does not work with multimodal targets yet, and --model-path names a {architectures[0]}; serve it "
-            "without drafts by --psd-mode off."
-        )
 
 
 def _refuse_vanishing_target(args: PSDServerArgs) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 from typing import Any
@@ -25,6 +26,7 @@ from sglang_psd.config import (
     MODES,
     PSDConfig,
     flag_name,
+    load_config_source,
     resolve_config,
     uses_psd,
 )
@@ -37,6 +39,11 @@ def keep_draft_quantization(args: Any) -> None:
     """The draft keeps what its own checkpoint says; SGLang would give it the target's ``--quantization``."""
     if args.speculative_draft_model_quantization is None:
         args.speculative_draft_model_quantization = "unquant"
+
+
+def read_mode(text: str) -> str:
+    """A value of ``--psd-mode``; in SGLang's ``--config`` YAML reads an unquoted ``off`` as false."""
+    return "off" if text == "false" else text
 
 
 @dataclasses.dataclass
@@ -55,6 +62,7 @@ class PSDServerArgs(ServerArgs):
             help="Parallel speculative decoding: 'parallel' alternates two batches between drafter and target "
             "(default), 'sequential' uses one batch, 'off' serves as stock SGLang without a drafter.",
             choices=list(MODES),
+            type_parser=read_mode,
         ),
         NS("spec"),
     ] = None
@@ -126,6 +134,9 @@ class PSDServerArgs(ServerArgs):
         if not uses_psd(self):
             self._refuse_orphan_flags()
         else:
+            if self.psd_config is not None:
+                # A file is read once, by the launcher: it may be a pipe, and every rank has to have the same.
+                self.psd_config = json.dumps(dict(load_config_source(self.psd_config)))
             config = self.psd()
             for field in FLAG_FIELDS:
                 setattr(self, "psd_" + field, getattr(config, field))

@@ -30,7 +30,7 @@ SPIN_CORES = 8
 
 def spin_time(device: str) -> float:
     """Seconds worth spinning beside a model on ``device``; 0 where the model itself needs the cores."""
-    return SPIN_S if device.startswith("cuda") and (os.cpu_count() or 1) >= SPIN_CORES else 0.0
+    return SPIN_S if device.startswith("cuda") and len(os.sched_getaffinity(0)) >= SPIN_CORES else 0.0
 
 
 class Channel:

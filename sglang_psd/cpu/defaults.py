@@ -44,7 +44,7 @@ def share_cores() -> None:
         return
     import torch
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 def fill_server_args(args: ServerArgs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def make_proposals(
     round_id : int
     rows : sequence of RoundRow
     counts : list of int
-        Drafts of each row.
+        Drafts of each row; a row whose law holds a NaN gets none.
     tokens : ndarray, ``[len(rows), K]``
         0 behind a row's last draft.
     laws : Laws
@@ -50,6 +51,14 @@ def make_proposals(
         When the round was received and when it was begun, seconds of ``time.monotonic``.
     """
     law_ids, law_probs = laws.arrays()
+    sampled = laws.rows
+    if not np.isfinite(law_probs).all():
+        # A draft model that computes no numbers for one request: the others keep their drafts.
+        whole = np.isfinite(law_probs).all(axis=(1, 2))
+        counts = list(counts)
+        for row in itertools.compress(sampled, ~whole):
+            counts[row] = 0
+        sampled, law_ids, law_probs = list(itertools.compress(sampled, whole)), law_ids[whole], law_probs[whole]
     return Proposals(
         round_id=round_id,
         rids=[row.rid for row in rows],
@@ -57,8 +66,8 @@ def make_proposals(
         counts=counts,
         num_steps=tokens.shape[1],
         tokens=tokens.astype(TOKEN, copy=False).tobytes(),
-        sampled=laws.rows,
-        top_m=law_ids.shape[-1] if laws.rows else 0,
+        sampled=sampled,
+        top_m=law_ids.shape[-1] if sampled else 0,
         law_ids=law_ids.tobytes(),
         law_probs=law_probs.tobytes(),
         received_s=times[0],

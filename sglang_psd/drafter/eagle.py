@@ -110,9 +110,11 @@ class EagleEngine(DraftEngine):
         with self._ended.in_use(source):
             while (missing := usable - source.start - source.fed) > 0:
                 if not self._feed([source], min(PREFILL_CHUNK, missing), keep):
-                    return True
+                    break
+            # The last position of a request that runs may have to wait for its chain.
+            usable = min(usable, source.start + source.fed)
             count = usable - source.start
-            if self._reserve([state], [count])[0]:
+            if count > 0 and usable >= source.solid and self._reserve([state], [count])[0]:
                 self._model.copy_kv(source, state, count)
                 state.solid = source.solid if usable == length else length
                 state.start, state.known, state.fed = length - count, count, count
@@ -132,6 +134,10 @@ class EagleEngine(DraftEngine):
             self._feed(behind, PREFILL_CHUNK)
         for state in states:
             self._ended.keep(state, most_waiting)
+
+    def _holders(self) -> list[HeadState]:  # type: ignore[override]
+        """Ended requests are among them."""
+        return [*self._states.values(), *self._ended.states]
 
     def _make_room(self) -> bool:
         """Ended requests give way, too."""
@@ -154,9 +160,9 @@ class EagleEngine(DraftEngine):
 
     def _make_ready(self, states: list[HeadState], num_steps: int) -> list[HeadState]:  # type: ignore[override]
         ready = [state for state in states if state.complete and self._usable(state, num_steps)]
-        while behind := [state for state in ready if self.backlog(state.rid)]:
-            if not self._feed(behind, PREFILL_CHUNK):  # the pool is full
-                ready = [state for state in ready if state not in behind]
+        if behind := [state for state in ready if self.backlog(state.rid)]:
+            self._feed(behind, PREFILL_CHUNK)
+            ready = [state for state in ready if not self.backlog(state.rid)]
         needed = [self._num_positions(state) + num_steps - 2 for state in ready]
         granted = self._reserve(ready, self._with_spare(ready, needed, num_steps))
         return [state for state, has_room in zip(ready, granted) if has_room]
@@ -203,10 +209,6 @@ class EagleEngine(DraftEngine):
         """What ended requests hold counts as free: it can be had back at any time."""
         stats = super().stats(ping_id)
         return msgspec.structs.replace(stats, free_kv_tokens=stats.free_kv_tokens + self._ended.slots)
-
-    def fault(self) -> str | None:
-        """As ``DraftEngine.fault``; ended requests hold slots and rows too."""
-        return self._model.fault([*self._states.values(), *self._ended.states])
 
     def hello(self, pid: int) -> Hello:
         """First message to the scheduler; it says where the mailbox is."""

@@ -211,10 +211,12 @@ class DraftEngine:
             return False
         self._holds_spare = False
         self._last = None  # the last draft of each chain loses the slot that it would be fed to
-        given_back = [
-            self._model.trim(state, max(self._num_positions(state), state.num_fed)) for state in self._states.values()
-        ]
+        given_back = [self._model.trim(s, max(self._num_positions(s), s.num_fed)) for s in self._holders()]
         return any(given_back)
+
+    def _holders(self) -> list[DraftState]:
+        """All that hold rows and slots."""
+        return list(self._states.values())
 
     def _with_spare(self, states: Sequence[Pooled], needed: Sequence[int], num_steps: int) -> Sequence[int]:
         """Slots of many rounds where ``needed`` are not there: a busy drafter has no pause to take the next in."""
@@ -277,11 +279,14 @@ class DraftEngine:
         return len(state.tokens) + num_steps <= self._model.context_len
 
     def _caught_up(self, states: list[DraftState]) -> list[DraftState]:
-        """Feed what states miss by more than a chain's first step can take, all at once; those that had room for it."""
-        while True:
-            behind = [state for state in states if state.missing > CATCH_UP]
-            if not behind or not self._extend(behind, PREFILL_CHUNK):
-                return [state for state in states if state.missing <= CATCH_UP]
+        """Feed what states miss by more than a chain's first step can take, as far as one forward goes.
+
+        Those that miss more go without drafts now: the other rounds would have to wait for them.
+        """
+        behind = [state for state in states if state.missing > CATCH_UP]
+        if behind:
+            self._extend(behind, PREFILL_CHUNK)
+        return [state for state in states if state.missing <= CATCH_UP]
 
     def _pack(
         self,
@@ -366,4 +371,4 @@ class DraftEngine:
     def fault(self) -> str | None:
         """What is wrong with the pools; None when every slot and row is free or held once, by an open request."""
         self._tell()
-        return self._model.fault(list(self._states.values()))
+        return self._model.fault(self._holders())

@@ -46,6 +46,7 @@ class EndedRequests:
         state.ahead = []
         if state.feedable > most_waiting:
             state.keep_below(state.start + state.fed)
+        state.own_waiting()
         if state.fed:
             self._kept.append(state)
         else:
@@ -75,10 +76,11 @@ class EndedRequests:
         """
         best, most = None, 0
         for other in chain(reversed(self._kept), running):
-            usable = min(
-                length, other.start + other.known, common_beginning(state.tokens, other.tokens, length + 1) - 1
-            )
-            if other is not state and usable >= other.solid and usable - other.start > most:
+            usable = min(length, other.start + other.known)
+            if other is state or usable < other.solid or usable - other.start <= most:
+                continue  # it could not be better, whatever its tokens are
+            usable = min(usable, common_beginning(state.tokens, other.tokens, usable + 1) - 1)
+            if usable >= other.solid and usable - other.start > most:
                 best, most = (other, usable), usable - other.start
         return best
 

@@ -102,6 +102,10 @@ class HeadState:
             self.known -= min(surplus, len(last))
             surplus -= len(last)
 
+    def own_waiting(self) -> None:
+        """Copy the rows that wait: a part of a message holds on to all of it."""
+        self.waiting = [piece.clone() for piece in self.waiting]
+
     def take(self, count: int) -> list[Any]:
         """The next ``count`` waiting rows, as pieces; they count as fed."""
         pieces, self.fed = [], self.fed + count

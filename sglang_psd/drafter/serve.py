@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import logging
 import os
 import signal
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 PARENT_CHECK_S = 1.0
 # Messages read ahead of the one being served; more stay in the queue, whose sender notices when it is full.
 INBOX_MESSAGES = 4096
+# How many of them are looked through for rounds that overtake the one being served: each slot's next is among them.
+LOOK_AHEAD = 16
 
 
 class DrafterLoop:
@@ -130,9 +133,10 @@ class DrafterLoop:
     def _draft(self, message: Round, received_s: float) -> None:
         """Answer rows that only need decode steps first; rows whose prompt is still to be read come after.
 
-        A row that a later round in the inbox overtakes is only committed: nobody waits for its drafts any more.
+        A row that a later round overtakes is only committed: nobody waits for its drafts any more.
         """
-        overtaken = {row.rid for _, later in self._inbox if isinstance(later, Round) for row in later.rows}
+        ahead = itertools.islice(self._inbox, LOOK_AHEAD)
+        overtaken = {row.rid for _, later in ahead if isinstance(later, Round) for row in later.rows}
         if not overtaken and (answer := self._engine.draft_known(message, received_s)) is not None:
             self._send(answer)
             return

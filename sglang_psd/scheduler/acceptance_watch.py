@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
 # Verified drafts per look; with as many, a rate is known to a percent or two.
 WINDOW_DRAFTS = 2048
+# Requests per look, at least: one alone may ask for texts that no drafter foresees.
+LEAST_REQUESTS = 8
 # Share of the newest window in the usual rate.
 MEMORY = 0.1
 # A drafter that was never much better than this cannot collapse.
@@ -36,18 +39,21 @@ class AcceptanceWatch:
         self._floor = floor
         self._verified = 0
         self._accepted = 0
+        self._rids: set[str] = set()
         self._collapsed = False
         self.usual: float | None = None
         self.latest = 0.0
 
-    def add(self, verified: int, accepted: int) -> Verdict:
-        """Count one round's drafts; judges whenever a window is full."""
+    def add(self, rids: Iterable[str], verified: int, accepted: int) -> Verdict:
+        """Count one round's drafts, of these requests; judges whenever a window is full."""
         self._verified += verified
         self._accepted += accepted
-        if self._verified < WINDOW_DRAFTS:
+        self._rids.update(rids)
+        if self._verified < WINDOW_DRAFTS or len(self._rids) < LEAST_REQUESTS:
             return Verdict.FINE
         self.latest = self._accepted / self._verified
         self._verified = self._accepted = 0
+        self._rids.clear()
         return self._judge()
 
     def _judge(self) -> Verdict:

@@ -40,6 +40,7 @@ class CarefulWeightUpdater:
 
     def __init__(self, stock: Any, idle: Callable[[], bool], model_path: str):
         self._stock, self._idle, self._model_path = stock, idle, model_path
+        self._newer = False  # than that checkpoint: weights came from memory since
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
@@ -47,8 +48,6 @@ class CarefulWeightUpdater:
     def update_weights_from_disk(self, recv_req: Any) -> Any:
         """As SGLang's; an answer without success instead of a failed assertion, and the old weights after a misfit."""
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
-
-        from sglang_psd.target.worker import TARGET_ALONE
 
         if recv_req.flush_cache and not self._idle():
             return UpdateWeightFromDiskReqOutput(success=False, message=BUSY)
@@ -62,10 +61,14 @@ class CarefulWeightUpdater:
                 raise RuntimeError(f"the old weights could not be loaded again: {message}") from error
             recv_req.model_path = path
             reason = f"{type(error).__name__}: {error}; the weights of {self._model_path} are loaded again."
+            if self._newer:
+                self._newer = False
+                reason += " Those that were served were in no checkpoint and are lost: send them again."
+                if self._idle():
+                    self._stock.flush_cache_after_weight_update(recv_req)
             return UpdateWeightFromDiskReqOutput(success=False, message=reason)
-        # A draft that keeps its weights makes an answer without success.
-        if output.success or output.message.startswith(TARGET_ALONE):
-            self._model_path = recv_req.model_path
+        if self._has_new_weights(output):
+            self._model_path, self._newer = recv_req.model_path, False
         return output
 
     def update_weights_from_tensor(self, recv_req: Any) -> Any:
@@ -91,7 +94,15 @@ class CarefulWeightUpdater:
     def _unless_busy(self, recv_req: Any, update: Callable[[Any], Any], output: type) -> Any:
         if recv_req.flush_cache and not self._idle():
             return output(success=False, message=BUSY)
-        return update(recv_req)
+        answer = update(recv_req)
+        self._newer = self._newer or self._has_new_weights(answer)
+        return answer
+
+    def _has_new_weights(self, answer: Any) -> bool:
+        """Whether the target does: a draft that keeps its weights makes an answer without success."""
+        from sglang_psd.target.worker import TARGET_ALONE
+
+        return answer.success or answer.message.startswith(TARGET_ALONE)
 
     def release_memory_occupation(self, recv_req: Any) -> Any:
         """As SGLang's; a busy server keeps its memory, and its log says so: the answer has no place for it."""

@@ -32,14 +32,18 @@ logger = logging.getLogger(__name__)
 LATE = "PSD: the drafter begins its imports only now"  # not with the scheduler's: see early.py
 
 
+def target_gpus(args: PSDServerArgs, first: int) -> list[int]:
+    """GPUs of this node that the target takes, beginning with ``first`` (SGLang's ``_calculate_rank_ranges``)."""
+    return [first + rank * args.gpu_id_step for rank in range(args.tp_size // args.nnodes)]
+
+
 def visible_drafter_device(args: PSDServerArgs, config: PSDConfig, gpu_id: int) -> DrafterDevice:
     """Choose the drafter's device and warn where it is the target's own."""
     if args.device == "cpu":
         return choose_device(config.drafter_device, [], 0)
     import torch
 
-    target_gpus = [gpu_id + rank * args.gpu_id_step for rank in range(args.tp_size)]
-    device = choose_device(config.drafter_device, target_gpus, torch.cuda.device_count())
+    device = choose_device(config.drafter_device, target_gpus(args, gpu_id), torch.cuda.device_count())
     if device.shared:
         logger.warning(
             "PSD: the drafter shares %s with the target, so the two take turns instead of working side by side; "
@@ -194,7 +198,7 @@ def offer_early_start(args: PSDServerArgs) -> None:
     from sglang_psd.compat import vocab_limit
 
     config = args.psd()
-    gpus = [] if args.device == "cpu" else [args.base_gpu_id + rank * args.gpu_id_step for rank in range(args.tp_size)]
+    gpus = [] if args.device == "cpu" else target_gpus(args, args.base_gpu_id)
     device = choose_device(config.drafter_device, gpus, torch.cuda.device_count() if gpus else 0)
     spec = drafter_spec(args, config, device, vocab_limit(args))
     early.offer(spec, visible_name(device, os.environ.get("CUDA_VISIBLE_DEVICES")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
@@ -18,6 +18,25 @@ else:
     _Base = object
 
 logger = logging.getLogger(__name__)
+
+
+class AllPlacesDelayer:
+    """SGLang's ``MinFreeSlotsDelayer`` over the places of all slots: one of them admits its share only.
+
+    Parameters
+    ----------
+    stock : MinFreeSlotsDelayer
+    scheduler : MembershipMixin
+    """
+
+    def __init__(self, stock: Any, scheduler: MembershipMixin):
+        self._stock, self._scheduler = stock, scheduler
+
+    def should_delay(self, *, running_bs: int, num_allocatable_reqs: int) -> bool:
+        """As SGLang's."""
+        running = sum(len(slot.live_requests()) for slot in self._scheduler.psd_slots)
+        free = self._scheduler.max_running_requests - running
+        return bool(self._stock.should_delay(running_bs=running, num_allocatable_reqs=free))
 
 
 class MembershipMixin(_Base):
@@ -113,7 +132,6 @@ class MembershipMixin(_Base):
         index = next(i for i, candidate in enumerate(running.reqs) if candidate is req)
         running.release_req(index, len(running.reqs) - 1, self.server_args)
         running.filter_batch(keep_indices=[i for i in range(len(running.reqs)) if i != index])
-        running.batch_is_full = False
         self._psd_count_retraction(req)
         logger.warning("PSD: KV pool is full; retracted request %s.", req.rid)
         self._add_request_to_queue(req, is_retracted=True)

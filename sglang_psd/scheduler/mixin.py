@@ -32,7 +32,7 @@ from sglang_psd.scheduler.drafting import DraftingMixin
 from sglang_psd.scheduler.drafts import DraftClient
 from sglang_psd.scheduler.guards import GuardsMixin
 from sglang_psd.scheduler.launch import DrafterLauncher, visible_drafter_device
-from sglang_psd.scheduler.membership import MembershipMixin
+from sglang_psd.scheduler.membership import AllPlacesDelayer, MembershipMixin
 from sglang_psd.scheduler.oversight import OversightMixin
 from sglang_psd.scheduler.records import RecordsMixin
 from sglang_psd.scheduler.recovery import RecoveryMixin
@@ -84,6 +84,7 @@ class PSDSchedulerMixin(
     psd_process: DrafterProcess | None = None
     _psd_preempted: list[str]
     _psd_planning: Slot | None = None
+    min_free_slots_delayer: Any
 
     # --- start ----------------------------------------------------------------------------------
 
@@ -102,6 +103,8 @@ class PSDSchedulerMixin(
         if (begun := early.take()) is not None:  # not rank 0: it has no drafter
             begun.standby.end()
         super().init_model_worker()
+        if self.min_free_slots_delayer is not None:
+            self.min_free_slots_delayer = AllPlacesDelayer(self.min_free_slots_delayer, self)
         if process is not None:
             process.join(self.psd.start_timeout_s)
             self._psd_adopt(process)
@@ -230,7 +233,9 @@ class PSDSchedulerMixin(
         self.running_batch = slot.running
         if plan.batch_to_run is not None:
             drop_stock_penalties(plan.batch_to_run)
-        self.cur_batch_for_debug = plan.batch_to_run
+        # SGLang's watchdog looks at it: while anything is in flight the server is not at rest.
+        launched = (s.in_flight.batch for s in self.psd_slots if s.in_flight is not None)
+        self.cur_batch_for_debug = plan.batch_to_run or next(launched, None)
         return plan.batch_to_run
 
     def _psd_launch(self, slot: Slot, batch: ScheduleBatch) -> None:

@@ -72,7 +72,7 @@ class RecordsMixin(_Base):
         )
         self._psd_preempted = []
         self.psd_stats.add_round(record)
-        self._psd_watch_acceptance(record.verified, record.accepted)
+        self._psd_watch_acceptance(flight.batch.reqs, counts.tolist(), [length - 1 for length in lengths])
         if self.psd_trace is not None:
             self.psd_trace.write_round(record)
 

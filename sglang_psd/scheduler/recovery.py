@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sglang_psd.compat import check_draft_model
@@ -14,6 +15,7 @@ from sglang_psd.scheduler.supervisor import DrafterSupervisor
 from sglang_psd.telemetry.metrics import DrafterMetrics
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler as _Base
 
     from sglang_psd.drafter.process import DrafterProcess
@@ -24,6 +26,22 @@ else:
     _Base = object
 
 logger = logging.getLogger(__name__)
+
+
+def is_foreseeable(req: Req) -> bool:
+    """Whether the drafter draws from what the target draws from; it knows of no penalties, biases or grammars.
+
+    Above temperature 1 the target spreads over more tokens than the drafter proposes.
+    """
+    params = req.sampling_params
+    return (
+        req.grammar is None
+        and not req.custom_logit_processor
+        and not params.logit_bias
+        and params.temperature <= 1.0
+        and params.frequency_penalty == params.presence_penalty == 0.0
+        and params.repetition_penalty == 1.0
+    )
 
 
 class RecoveryMixin(_Base):
@@ -108,12 +126,15 @@ class RecoveryMixin(_Base):
         if self.psd_handoff is not None:
             self.psd_handoff.close()
 
-    def _psd_watch_acceptance(self, verified: int, accepted: int) -> None:
-        """Count a round's drafts; act when they have become worthless."""
+    def _psd_watch_acceptance(self, reqs: Sequence[Req], verified: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count a round's drafts, request by request; act when they have become worthless."""
         client, watch, supervisor = self.psd_client, self.psd_watch, self.psd_supervisor
         if client is None or watch is None or supervisor is None:
             return
-        verdict = watch.add(verified, accepted)
+        judged = [i for i, req in enumerate(reqs) if verified[i] and is_foreseeable(req)]
+        verdict = watch.add(
+            [reqs[i].rid for i in judged], sum(verified[i] for i in judged), sum(accepted[i] for i in judged)
+        )
         if verdict is Verdict.REOPEN:
             logger.warning(
                 "PSD: the accept rate fell from %.3f to %.3f; all requests are handed to the drafter again.",

@@ -113,7 +113,7 @@ def _end_well(rig: Rig, scenario: Scenario) -> None:
     drafter = rig.drafter
     assert drafter is not None
     if drafter.proxy is not None:
-        drafter.proxy.active = False
+        drafter.proxy.heal()
     client, supervisor = rig.scheduler.psd_client, rig.scheduler.psd_supervisor
     rig.run_until(lambda: rig.scheduler.psd_client.drafting or supervisor.given_up, "a drafter or none for good")
     if not supervisor.given_up and "wire" in scenario.drafter and client is rig.scheduler.psd_client:

@@ -75,6 +75,11 @@ class Wire:
     harmed: int = 0
     _late: list[tuple[float, int, bytes]] = field(default_factory=list)
 
+    @property
+    def num_late(self) -> int:
+        """Frames that are held back."""
+        return len(self._late)
+
 
 class FaultyProxy:
     """Binds an address for the drafter and connects to the scheduler's; frames pass through ``fault``.
@@ -136,6 +141,12 @@ class FaultyProxy:
                 sink.send(part, zmq.NOBLOCK)
             except zmq.Again:
                 wire.harmed += 1  # that side has stopped reading
+
+    def heal(self) -> None:
+        """Harm no frame from now on, and wait until those that are late have been passed on."""
+        self.active = False
+        while self._thread.is_alive() and (self.to_drafter.num_late or self.to_scheduler.num_late):
+            self._thread.join(0.001)
 
     def close(self) -> None:
         """End the thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 
 import pytest
 
@@ -104,6 +105,7 @@ REFUSED = [
     ({"draft": "D_mid", "dp_size": 2}, "--dp-size"),
     ({"draft": "D_mid", "enable_lora": True}, "--enable-lora"),
     ({"draft": "D_mid", "enable_mixed_chunk": True}, "--enable-mixed-chunk"),
+    ({"draft": "D_mid", "enable_prefill_delayer": True}, "--enable-prefill-delayer"),
     ({"draft": "D_mid", "speculative_num_steps": 0}, "--speculative-num-steps"),
     ({"draft": "D_mid", "speculative_num_draft_tokens": 9}, "--speculative-num-draft-tokens"),
     ({"draft": "D_mid", "speculative_eagle_topk": 4}, "--speculative-eagle-topk"),
@@ -162,6 +164,52 @@ def test_multimodal_targets_are_refused(models, tmp_path, run_case) -> None:
     AutoTokenizer.from_pretrained(models / "T").save_pretrained(tmp_path)
     message = run_case(refusal, models, {"draft": "D_mid", "target": tmp_path})
     assert message is not None and "multimodal" in message and "--model-path" in message and "\n" not in message
+
+
+@pytest.mark.parametrize(("role", "flag"), [("target", "--model-path"), ("draft", "--speculative-draft-model-path")])
+@pytest.mark.parametrize("kind", ["Qwen3Next", "FalconH1", "LlamaForSequenceClassification"])
+def test_models_without_a_chain_of_tokens_are_refused(models, tmp_path, run_case, role, flag, kind) -> None:
+    """Layers that carry a state from token to token keep what a rejected draft left in it; others continue no text."""
+
+    def case() -> str | None:
+        from sglang.srt.configs import FalconH1Config, Qwen3NextConfig
+        from transformers import AutoTokenizer, LlamaConfig
+
+        config = {
+            "Qwen3Next": lambda: Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"], vocab_size=320),
+            "FalconH1": lambda: FalconH1Config(architectures=["FalconH1ForCausalLM"], vocab_size=320),
+            "LlamaForSequenceClassification": lambda: LlamaConfig(architectures=[kind], vocab_size=320),
+        }[kind]()
+        config.save_pretrained(tmp_path)
+        AutoTokenizer.from_pretrained(models / "T").save_pretrained(tmp_path)
+        return refusal(models, {"draft": "D_mid", role: tmp_path})
+
+    message = run_case(case)
+    named = "embedding" if kind.endswith("Classification") else "recurrent"
+    assert message is not None and named in message and flag in message and kind in message and "\n" not in message
+
+
+def test_a_config_file_is_read_once(models, run_case) -> None:
+    """It may be a pipe, and it may change before the ranks start."""
+
+    def case() -> tuple[str, str]:
+        import dataclasses
+
+        from sglang_psd.server_args import PSDServerArgs, read_mode
+
+        reader, writer = os.pipe()
+        os.write(writer, b'{"mode": "sequential", "proposal_top_m": 8}')
+        os.close(writer)
+        args = PSDServerArgs(
+            model_path=str(models / "T"),
+            speculative_draft_model_path=str(models / "D_mid"),
+            psd_config=f"/dev/fd/{reader}",
+            **BASE,
+        )
+        assert dataclasses.replace(args).psd().proposal_top_m == 8
+        return args.psd().mode, read_mode("false")
+
+    assert run_case(case) == ("sequential", "off")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.rig.oracle import assert_prefixes
 from tests.rig.rig import Output, Rig
@@ -182,3 +184,26 @@ def test_a_control_message_that_fails_is_answered(run_case, models, oracle) -> N
     assert_prefixes(outputs, [40] * 4, oracle.greedy(PROMPTS[:4]))
     assert [answer.success for answer in answers[:3]] == [False] * 3 and all(answer.message for answer in answers[:3])
     assert [answer is None for answer in answers] == [False] * 5 + [True] + [False] * 2
+
+
+def test_weights_from_memory_do_not_return(run_case, models, oracle) -> None:
+    """After them a checkpoint that does not fit leaves the last one, no KV of theirs, and an answer that says so."""
+
+    def case() -> tuple[list[tuple[bool, str]], list[Output]]:
+        with Rig(models, "D_same", 3) as rig:
+            updater = rig.scheduler.weight_updater
+            with torch.no_grad():
+                embedding = rig.scheduler.tp_worker.model_runner.model.model.embed_tokens.weight
+                embedding.copy_(embedding.flip(0))
+            # As after an update from tensors; its receiver is not what is tested here.
+            updater._unless_busy(SimpleNamespace(flush_cache=False), lambda _: SimpleNamespace(success=True), object)
+            rig.run([(ids, 8, {}) for ids in PROMPTS])
+            replies = [_update(rig, models / "D_hid"), _update(rig, models / "D_hid")]
+            outputs = rig.run([(ids, 24, {}) for ids in PROMPTS])
+            rig.idle_check()
+            return replies, outputs
+
+    replies, outputs = run_case(case)
+    assert [success for success, _ in replies] == [False, False]
+    assert "lost: send them again" in replies[0][1] and "lost" not in replies[1][1]
+    assert_prefixes(outputs, [24] * 8, oracle.greedy(PROMPTS))

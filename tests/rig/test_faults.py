@@ -307,7 +307,7 @@ def run_on_a_bad_wire(models: Path, name: str, loop: str, seed: int = 0, **model
         scheduler, proxy = rig.scheduler, rig.drafter.proxy
         rids = [rig.submit(ids, LENGTH) for ids in PROMPTS]
         rig.run_until_done()
-        proxy.active = False
+        proxy.heal()
         harmed = proxy.to_drafter.harmed + proxy.to_scheduler.harmed
         # A lost pong is made up for by the next ping; a lost Close shows when both sides compare notes.
         good_since = time.monotonic()

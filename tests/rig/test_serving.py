@@ -308,3 +308,47 @@ def test_prompts_at_the_end_of_the_context(run_case, models, oracle) -> None:
     expected = oracle.outputs(asks)
     for (ids, _, _), ours, theirs in zip(asks, found, expected):
         assert (ours.ids, ours.finish) == (theirs.ids, theirs.finish), f"a prompt of {len(ids)} tokens"
+
+
+@pytest.mark.parametrize(("mode", "running"), [("parallel", (3, 3)), ("sequential", (3,))])
+def test_free_places_of_all_slots_count(run_case, models, oracle, mode, running) -> None:
+    """``--min-free-slots-delay`` holds nobody back on a server with room, whatever one slot would admit."""
+
+    def case() -> tuple[list[Output], int]:
+        with Rig(models, "D_mid", 3, mode, "overlapped", min_free_slots_delay=4) as rig:
+            rids = [rig.submit(ids, 40) for ids in PROMPTS[: sum(running)]]
+            rig.turns(6)
+            rids.append(rig.submit(PROMPTS[7], 40))
+            rig.turns(3)
+            waiting = len(rig.scheduler.waiting_queue)
+            rig.run_until_done()
+            rig.idle_check()
+            return [rig.output(rid) for rid in rids], waiting
+
+    outputs, waiting = run_case(case)
+    assert waiting == 0
+    assert_prefixes(outputs, [40] * len(outputs), oracle.greedy([*PROMPTS[: sum(running)], PROMPTS[7]]))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_watchdog_sees_a_slot_alone_at_work(run_case, models, loop) -> None:
+    """It looks at ``cur_batch_for_debug``: None says that nothing can hang."""
+
+    def case() -> tuple[list[bool], bool]:
+        with Rig(models, "D_mid", 3, "parallel", loop) as rig:
+            finish, seen = rig.scheduler._psd_finish, []
+
+            def watched(slot) -> None:
+                if slot.in_flight is not None:
+                    seen.append(rig.scheduler.cur_batch_for_debug is not None)
+                finish(slot)
+
+            rig.scheduler._psd_finish = watched
+            rig.run([(PROMPTS[0], 20, {})])
+            rig.turns(2)
+            rig.scheduler._psd_finish = finish
+            rig.idle_check()
+            return seen, rig.scheduler.cur_batch_for_debug is None
+
+    seen, at_rest = run_case(case)
+    assert len(seen) > 5 and all(seen) and at_rest

@@ -166,9 +166,9 @@ def test_nobody_spins_on_an_idle_channel(endpoint, monkeypatch) -> None:
 
 
 def test_only_a_gpu_host_with_many_cores_spins(monkeypatch) -> None:
-    monkeypatch.setattr(transport.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(transport.os, "sched_getaffinity", lambda pid: set(range(16)))
     assert transport.spin_time("cuda") > 0 == transport.spin_time("cpu")
-    monkeypatch.setattr(transport.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(transport.os, "sched_getaffinity", lambda pid: {0, 1})
     assert transport.spin_time("cuda") == 0
 
 

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_psd.channel.checks import check_contents, check_proposals
 from sglang_psd.channel.messages import TOKEN, Close, Open, Ping, Round, RoundRow, Sampling
 from sglang_psd.drafter import engine as module
+from sglang_psd.drafter.answer import Laws, make_proposals
+from sglang_psd.drafter.chain import HostChain
 from sglang_psd.drafter.engine import DraftEngine
 from sglang_psd.drafter.model import DraftModel
 from sglang_psd.drafter.serve import DrafterLoop
@@ -337,3 +340,37 @@ def test_slots_taken_ahead_give_way(shares_device: bool) -> None:
     tokens["b"] += [next_token(5)]
     for i in range(1, 9):
         draft(i)
+
+
+def test_a_long_prompt_keeps_no_round_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own rounds go without drafts until it is read, one part a round, or faster where there is time."""
+    monkeypatch.setattr(module, "PREFILL_CHUNK", 8)
+    engine = Play(0, kv_tokens=500, integrity_checks=True, shares_device=False).engine
+    tokens = [i % VOCAB for i in range(40)]
+    engine.open(Open("a", np.array(tokens, TOKEN).tobytes(), LAWS[0]))
+    counts = []
+    for i in range(6):
+        tokens.append(i % VOCAB)
+        fed = len(engine._states["a"].fed)
+        answer = engine.draft(i, [RoundRow("a", len(tokens), tokens[-1:])], STEPS, 0.0)
+        counts += answer.counts
+        assert len(engine._states["a"].fed) - fed <= 8 + STEPS
+        if i == 2:
+            engine.prefill_some()
+    assert counts == [0, 0, 0, 0, STEPS, STEPS]
+    assert np.frombuffer(answer.tokens, TOKEN).tolist() == drafts_after(tokens, STEPS)
+
+
+def test_a_law_that_is_none_takes_its_own_drafts_only() -> None:
+    """NaN, out of a draft model in a dtype too narrow for it."""
+    probs = np.full((2, STEPS, 4), 0.25, np.float32)
+    probs[0, 1, 2] = np.nan
+    chain = HostChain(np.ones((3, STEPS), np.int64), np.ones((2, STEPS, 4), np.int64), probs)
+    rows = [RoundRow(rid, 5, [1]) for rid in "abc"]
+    answer = make_proposals(7, rows, [STEPS] * 3, chain.tokens, Laws(chain, [0, 2], [0, 1]), (0.0, 0.0))
+    check_proposals(answer)
+    check_contents(answer, STEPS, VOCAB)
+    assert answer.counts == [0, STEPS, STEPS] and answer.sampled == [2] and answer.top_m == 4
+    none = make_proposals(7, rows[:1], [STEPS], chain.tokens[:1], Laws(chain, [0], [0]), (0.0, 0.0))
+    check_proposals(none)
+    assert none.counts == [0] and none.sampled == [] and none.top_m == 0 and not none.law_probs

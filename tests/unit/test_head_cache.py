@@ -96,3 +96,13 @@ def test_running_requests_are_asked_too() -> None:
     asking = state([1, 2, 3, 9], 0, 0)
     assert bench.ended.find(asking, 2, [asking, running]) == (running, 2)
     assert bench.ended.find(running, 2, [running]) is None, "a request is no help to itself"
+
+
+def test_what_waits_holds_on_to_nothing_else() -> None:
+    """Rows come as parts of a message for many requests; a kept part must not keep the whole."""
+    bench = Bench()
+    kept = state([1, 2, 3, 4, 5, 6], known=5, fed=3)
+    kept.waiting = [torch.ones(4000, 2)[7:9]]
+    bench.ended.keep(kept, 4)
+    assert [piece.untyped_storage().nbytes() for piece in kept.waiting] == [2 * 2 * 4]
+    assert kept.waiting[0].tolist() == [[1.0, 1.0]] * 2

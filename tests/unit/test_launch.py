@@ -118,7 +118,7 @@ def test_the_first_drafter_takes_the_process_that_was_started_for_it(monkeypatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")
     offers: list[tuple[DrafterSpec, str | None]] = []
     monkeypatch.setattr(early, "offer", lambda *offered: offers.append(offered))
-    args = SimpleNamespace(**ARGS, psd=lambda: PSDConfig(), base_gpu_id=0, gpu_id_step=1, tp_size=1)
+    args = SimpleNamespace(**ARGS, psd=lambda: PSDConfig(), base_gpu_id=0, gpu_id_step=1, tp_size=1, nnodes=1)
     args.device = "cuda"
     launch.offer_early_start(args)  # type: ignore[arg-type]
     ((offered, visible_device),) = offers
@@ -166,3 +166,8 @@ class Waiting(StandbyProcess):
 
 def no_drafter() -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", "pass"])
+
+
+def test_ranks_on_other_nodes_take_no_gpu_here() -> None:
+    args = SimpleNamespace(tp_size=8, nnodes=2, gpu_id_step=1)
+    assert launch.target_gpus(args, 0) == [0, 1, 2, 3]  # type: ignore[arg-type]
