@@ -6,8 +6,10 @@ slot that runs out of memory has to be able to retract from the other one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,6 +53,18 @@ def count_elsewhere(adder) -> None:
         adder.preempt_to_schedule = lambda req, server_args: (
             preempts_here(adder, others, cut, server_args) and preempt(req, server_args)
         )
+    if _elsewhere.reqs:
+        adder.add_one_req_ignore_eos = functools.partial(_admit_among_all, adder, adder.add_one_req_ignore_eos, others)
+
+
+def _admit_among_all(adder, admit: Callable[[Req], Any], others: Sequence[Req], req: Req) -> Any:
+    """SGLang's forecast for requests of known length takes the pool for its batch's own: show it all that run."""
+    own = adder.running_batch
+    adder.running_batch = SimpleNamespace(reqs=[*own.reqs, *others], batch_size=own.batch_size)
+    try:
+        return admit(req)
+    finally:
+        adder.running_batch = own
 
 
 def forget_adder() -> None:

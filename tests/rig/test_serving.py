@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.models import BOS
-from tests.rig.oracle import assert_prefixes, make_prompts
+from tests.rig.oracle import LONGEST, assert_prefixes, make_prompts
 from tests.rig.rig import Ask, Output, Rig
 from tests.rig.together import LOOPS, PROMPTS, together
 
@@ -352,3 +352,19 @@ def test_the_watchdog_sees_a_slot_alone_at_work(run_case, models, loop) -> None:
 
     seen, at_rest = run_case(case)
     assert len(seen) > 5 and all(seen) and at_rest
+
+
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+def test_requests_of_known_length_are_admitted_for_good(run_case, models, oracle, mode) -> None:
+    """Without a prefix cache SGLang forecasts the pool for them: nobody has to be retracted, in two slots either."""
+
+    def case() -> list[Output]:
+        options = {"disable_radix_cache": True, "max_total_tokens": 5 * (LONGEST + 10)}
+        with Rig(models, "D_mid", 3, mode, "overlapped", **options) as rig:
+            outputs = rig.run([(ids[:10], LONGEST, {}) for ids in PROMPTS])
+            rig.idle_check()
+            return outputs
+
+    outputs = run_case(case)
+    assert sum(output.retractions for output in outputs) == 0
+    assert_prefixes(outputs, [LONGEST] * 8, oracle.greedy([ids[:10] for ids in PROMPTS]))
