@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_STEPS = 3
 DEFAULT_MAX_RUNNING_REQUESTS = 48
+SAMPLING_BACKENDS = ("flashinfer", "pytorch", "ascend")
 CPU_ATTENTION_BACKENDS = ("torch_native", "intel_amx")
 
 
@@ -95,6 +96,13 @@ def _refuse_unsupported(args: PSDServerArgs) -> None:
         (args.speculative_adaptive, "--speculative-adaptive"),
         (args.enable_hisparse, "--enable-hisparse"),
         (args.enable_prefill_delayer, "--enable-prefill-delayer"),
+        (args.enable_mis, "--enable-mis"),
+        # Both put another sampler in the place of SGLang's; tokens and log probabilities of a chunk are PSD's.
+        (args.rl_on_policy_target is not None, "--rl-on-policy-target"),
+        (
+            args.sampling_backend not in (None, *SAMPLING_BACKENDS),
+            f"--sampling-backend {args.sampling_backend}",
+        ),
         (args.is_embedding, "--is-embedding"),
         # Its matcher cannot take a token back, and verifying a chain means trying drafts.
         (args.grammar_backend == "outlines", "--grammar-backend outlines"),

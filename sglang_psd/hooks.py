@@ -157,6 +157,19 @@ def due_across_intervals(original, streamer, *, req):
         params.stream_interval = asked
 
 
+def look_behind_one_token(original, req, new_accepted_len: int = 1):
+    """Stop strings are looked for as far back as the plain server looks, which has one new token at a time.
+
+    Each earlier token of the chunk had its own look (``scheduler/stops.py``). SGLang's window grows with the chunk, so
+    that whether a string is found would depend on how many drafts were accepted.
+    """
+    from sglang.srt.runtime_context import get_server_args
+
+    if new_accepted_len > 1 and uses_psd(get_server_args()):
+        new_accepted_len = 1
+    return original(req, new_accepted_len)
+
+
 def run_psd_loop(original, scheduler):
     """Run the two-slot loop where the scheduler serves PSD."""
     if getattr(scheduler, "psd", None) is None:
@@ -233,6 +246,12 @@ HOOKS: tuple[Hook, ...] = (
         _SRT + "managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
         "AROUND",
         _constant(due_across_intervals),
+    ),
+    Hook(
+        "stop_window",
+        _SRT + "managers.schedule_batch.Req._check_str_based_finish",
+        "AROUND",
+        _constant(look_behind_one_token),
     ),
     Hook("http_workers", _SRT + "entrypoints.http_server.init_multi_tokenizer", "IMPORT", None),
     Hook("plain_args", _SRT + "server_args.ServerArgs.add_cli_args", "IMPORT", None),

@@ -15,7 +15,7 @@ from sglang_psd.scheduler.commits import Prospect, certain_rows, commit_row, seq
 from sglang_psd.scheduler.drafts import DraftClient
 from sglang_psd.scheduler.handoff import FeatureSender, Wanted
 from sglang_psd.scheduler.slot import InFlight
-from sglang_psd.scheduler.stops import end_of_text, remaining_tokens, settled_len
+from sglang_psd.scheduler.stops import end_of_text, may_end_with, remaining_tokens, settled_len
 from sglang_psd.scheduler.vitals import Vitals
 from sglang_psd.target.requests import default_seed, needs_plain_step
 
@@ -116,16 +116,18 @@ class DraftingMixin(_Base):
         for i, (req, tokens) in enumerate(zip(reqs, flight.tokens)):
             legal = retained[i] if retained is not None else None
             length = int(lengths[i]) if legal is None else len(legal)
-            length = end_of_text(req, tokens[:length])
+            failed = flight.calls if flight.calls is not None and flight.calls.failed_within(i) else None
+            length = end_of_text(req, tokens[:length], least=2 if failed is None else 1)
             # A token that its grammar refuses ends the request with an error; SGLang counts the round all the same.
             lengths[i] = max(1, length)
             del tokens[length:]
+            if failed is not None and not may_end_with(req, tokens):
+                failed.blame(i, req, length)
             if legal is not None:
                 del legal[length:]
 
-    @staticmethod
-    def _psd_settle_calls(flight: InFlight, lengths: Any = None) -> None:
-        """Forget what custom logit processors did for drafts that do not count; end requests whose processor failed."""
+    def _psd_settle_calls(self, flight: InFlight, lengths: Any = None) -> None:
+        """Forget what custom logit processors did for drafts that do not count."""
         if flight.calls is None:
             return
         for i, req in enumerate(flight.batch.reqs):
@@ -133,6 +135,8 @@ class DraftingMixin(_Base):
                 length = flight.calls.settle(i, req, 1 if lengths is None else int(lengths[i]))
                 if lengths is not None:
                     lengths[i] = length
+        if self.psd_client is not None:
+            self.psd_client.close([flight.batch.reqs[i].rid for i in flight.calls.lost])
 
     def _psd_hand_over(self, flight: InFlight) -> None:
         """Give the drafter the hidden states of the tokens that a forward has read and that stay."""

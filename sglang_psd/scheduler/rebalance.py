@@ -31,6 +31,9 @@ def split_off(batch: ScheduleBatch, count: int) -> ScheduleBatch | None:
     # Both halves filter their sampling state in place: it must not be shared.
     moved.reqs = [batch.reqs[i] for i in moving]
     moved.sampling_info = SamplingBatchInfo.from_schedule_batch(moved, batch.model_config.vocab_size)
+    for code, (_, rows) in (moved.sampling_info.custom_logit_processor or {}).items():
+        # SGLang makes an object for each batch; one that remembers its calls would begin anew with every move.
+        moved.sampling_info.custom_logit_processor[code] = (batch.sampling_info.custom_logit_processor[code][0], rows)
     drop_stock_penalties(moved)
     full, moved.sampling_info = moved.sampling_info, _Unfiltered()
     moved.reqs = batch.reqs

@@ -59,7 +59,7 @@ def sampling_problem(params: Any, vocab_size: int) -> str | None:
         value = getattr(params, name)
         if value is None and name in MAY_BE_ABSENT:
             continue
-        if not (_is_whole(value) and lowest <= value <= highest):
+        if not ((_is_whole(value) or _is_whole_float(name, value)) and lowest <= value <= highest):
             return f"{name} must be a whole number from {lowest} to {highest}, got {_shorten(value)}."
     for name in NUMBERS:
         value = getattr(params, name)
@@ -78,7 +78,7 @@ def sampling_problem(params: Any, vocab_size: int) -> str | None:
 
 
 def use_plain_numbers(params: Any) -> None:
-    """Turn numpy's numbers, which an Engine's caller may give, into Python's: messages to the drafter hold no others.
+    """Turn numpy's numbers, which an Engine's caller may give, and 5.0 into Python's: the drafter takes no others.
 
     Parameters
     ----------
@@ -118,6 +118,11 @@ def _text_problem(params: Any) -> str | None:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_whole_float(name: str, value: Any) -> bool:
+    """A number such as 5.0; SGLang takes them, but for ``max_new_tokens``, which it counts with."""
+    return name != "max_new_tokens" and isinstance(value, float) and value.is_integer()
 
 
 def _is_token(value: Any, vocab_size: int) -> bool:

@@ -96,13 +96,15 @@ def settled_len(req: Req, tokens: Sequence[int]) -> int:
     return length
 
 
-def end_of_text(req: Req, tokens: Sequence[int]) -> int:
+def end_of_text(req: Req, tokens: Sequence[int], least: int = 2) -> int:
     """How many of ``tokens`` count, looking at stop strings and patterns; marks the request as ending there.
+
+    Fewer than ``least`` are left to SGLang's book-keeping.
 
     SGLang's own check runs after every token, as it does without speculation: a pattern may match only where the text
     ends (``a$``), and a later token must not take that back.
     """
-    if len(tokens) < 2 or not wants_text(req) or req.finished():
+    if len(tokens) < least or not wants_text(req) or req.finished():
         return len(tokens)
     before = len(req.output_ids)
     try:

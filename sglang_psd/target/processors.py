@@ -14,8 +14,9 @@ from __future__ import annotations
 import copy
 import dis
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http import HTTPStatus
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a call cannot change.
-_CONSTANT = (str, bytes, int, float, complex, bool, tuple, frozenset, type(None), range)
-_CODE = (FunctionType, BuiltinFunctionType, ModuleType, staticmethod, classmethod, property, type)
+_CONSTANT = (str, bytes, int, float, complex, bool, type(None), range)
 _BOOKKEEPING = {"__dict__", "__weakref__", "__annotations__", "_abc_impl"}
 _STORES = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"}
+_WAYS_IN = {"setattr", "__dict__", "vars", "globals", "__globals__", "__closure__", "__defaults__"}
 _COPYABLE = "_psd_copyable_params"
 
 
@@ -41,8 +42,8 @@ _COPYABLE = "_psd_copyable_params"
 def keeps_state(code: str) -> bool:
     """Whether the processor that a request sent may remember its calls outside of ``custom_params``.
 
-    True in doubt: when the object has attributes, its class has some that are no constants, or its code sets
-    attributes or reaches a global or enclosing variable that is no constant.
+    True in doubt: when the object has attributes, its class has some that are no constants, or its code, or what it
+    calls of the client's, sets attributes or reaches a global or enclosing variable that is no constant.
     """
     from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
@@ -51,55 +52,89 @@ def keeps_state(code: str) -> bool:
     if getattr(processor, "__dict__", None) != {} or CustomLogitProcessor not in classes:
         return True
     own = classes[: classes.index(CustomLogitProcessor)]
-    values = [value for cls in own for name, value in vars(cls).items() if name not in _BOOKKEEPING]
-    return any(_may_remember(value) for value in values)
+    modules, seen = {cls.__module__ for cls in own}, set(map(id, classes))
+    reached = [part for cls in own for part in _parts_of_class(cls)]
+    while reached:
+        value = reached.pop()
+        if id(value) in seen or _is_installed(value, modules):
+            continue
+        seen.add(id(value))
+        parts = _parts(value)
+        if parts is None:
+            return True
+        reached += parts
+    return False
 
 
-def _may_remember(value: Any) -> bool:
-    if isinstance(value, (staticmethod, classmethod)):
-        value = value.__func__
+def _is_installed(value: Any, client_modules: set[str]) -> bool:
+    """Whether a function or class is SGLang's, torch's or another library's, and did not come with the request."""
+    if not isinstance(value, (FunctionType, type)) or value.__module__ in client_modules | {"__main__"}:
+        return False
+    found: Any = sys.modules.get(value.__module__ or "")
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """What else to look at behind something that a processor reaches; None where it may hold what a call leaves."""
     if isinstance(value, FunctionType):
-        return _code_remembers(value)
-    return not isinstance(value, (*_CONSTANT, *_CODE))
+        return _parts_of_function(value)
+    if isinstance(value, type):
+        return [*value.__mro__, *_parts_of_class(value)]
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [value.fget, value.fset, value.fdel]
+    if isinstance(value, (tuple, frozenset)):
+        return list(value)
+    if isinstance(value, BuiltinFunctionType):  # bound to its module, or to an object that it may change
+        return [value.__self__]
+    return [] if isinstance(value, (*_CONSTANT, ModuleType)) else None
 
 
-def _code_remembers(function: FunctionType) -> bool:
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    pending, reached = [function.__code__], list(cells)
+def _parts_of_class(value: type) -> list[Any]:
+    return [part for name, part in vars(value).items() if name not in _BOOKKEEPING]
+
+
+def _parts_of_function(function: FunctionType) -> list[Any] | None:
+    pending = [function.__code__]
+    parts: list[Any] = [cell.cell_contents for cell in function.__closure__ or ()]
+    parts += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     while pending:
         code = pending.pop()
         for step in dis.get_instructions(code):
             enclosing = step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars
-            if step.opname in _STORES or enclosing or step.argval == "setattr":
-                return True
-        reached += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+            if step.opname in _STORES or enclosing:
+                return None
+        if not _WAYS_IN.isdisjoint(code.co_names):
+            return None
+        parts += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
         pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return not all(isinstance(value, (*_CONSTANT, *_CODE)) for value in reached)
+    return parts
 
 
 def can_be_followed(req: Req) -> bool:
     """Whether a request's processor can be called for drafts that may be rejected."""
     known = getattr(req, _COPYABLE, None)
     if known is None:
-        known = not keeps_state(req.custom_logit_processor) and _is_copyable(req)
+        try:
+            known = not keeps_state(req.custom_logit_processor)
+            _state_of(req)
+        except Exception:  # code that cannot be looked through, parameters that cannot be copied
+            known = False
         setattr(req, _COPYABLE, known)
     return known
 
 
-def _is_copyable(req: Req) -> bool:
-    try:
-        _state_of(req)
-    except Exception:
-        return False
-    return True
-
-
 def _state_of(req: Req) -> dict[str, Any] | None:
-    """A copy of the request's parameters, without the request itself."""
+    """A copy of the request's parameters; the request itself, where they name it, stays what it is."""
     params = req.sampling_params.custom_params
-    if not isinstance(params, dict):
-        return None
-    return copy.deepcopy({name: value for name, value in params.items() if name != "__req__"})
+    return _copied(params, req) if isinstance(params, dict) else None
+
+
+def _copied(params: dict[str, Any], req: Req) -> dict[str, Any]:
+    return copy.deepcopy({name: value for name, value in params.items() if name != "__req__"}, {id(req): req})
 
 
 @dataclass
@@ -112,30 +147,58 @@ class ChunkCalls:
         ``custom_params`` after each position, by row.
     failures : dict of int to (int, str)
         The first position whose call failed, and the message, by row.
+    lost : dict of int to int
+        The first position whose call left parameters that cannot be copied, by row.
     """
 
     states: dict[int, list[dict[str, Any] | None]] = field(default_factory=dict)
     failures: dict[int, tuple[int, str]] = field(default_factory=dict)
+    lost: dict[int, int] = field(default_factory=dict)
+    _reached: set[int] = field(default_factory=set)  # rows whose failed call was for a draft that was accepted
 
     def settle(self, row: int, req: Req, length: int) -> int:
         """``length`` tokens of ``row`` count: forget the calls behind them. Returns how many count after all."""
-        failure = self.failures.get(row)
-        if failure is not None and (failure[0] < length or failure[0] == 0):
-            end_with_error(req, failure[1])
-            # At position 0 the token of an unprocessed law is all there is; a chunk has one token at least.
-            length = max(1, min(length, failure[0]))
+        failed, said = self.failures.get(row, (length, ""))
+        if failed == 0:
+            end_with_error(req, said)
+        elif failed < length:
+            self._reached.add(row)
+        # A chunk has one token at least; where the first call failed it is one of an unprocessed law.
+        length = max(1, min(length, failed, self.lost.get(row, length)))
         self.restore(row, req, length)
         return length
+
+    def failed_within(self, row: int) -> bool:
+        """Whether a call failed behind an accepted draft; asked after ``settle``."""
+        return row in self._reached
+
+    def blame(self, row: int, req: Req, length: int) -> None:
+        """End a request whose processor has failed, if that was behind its ``length`` tokens, none of them an end."""
+        failed, said = self.failures[row]
+        if failed == length:
+            end_with_error(req, said)
+
+    def note(self, row: int, req: Req, position: int) -> None:
+        """Remember what the call at ``position`` has left in the request's parameters."""
+        try:
+            self.states.setdefault(row, []).append(_state_of(req))
+        except Exception:
+            logger.warning("Request %s: its custom_params can no longer be copied; it runs without drafts.", req.rid)
+            setattr(req, _COPYABLE, False)
+            self.lost[row] = position
 
     def restore(self, row: int, req: Req, calls: int) -> None:
         """Make the parameters of ``row`` those after its first ``calls`` calls (or its only one)."""
         states, params = self.states.get(row), req.sampling_params.custom_params
         if not states or not isinstance(params, dict):
             return
-        state = copy.deepcopy(states[min(max(calls, 1), len(states)) - 1]) or {}
-        for name in [name for name in params if name != "__req__"]:
-            del params[name]
-        params.update(state)
+        _put(params, _copied(states[min(max(calls, 1), len(states)) - 1] or {}, req))
+
+
+def _put(params: dict[str, Any], state: dict[str, Any]) -> None:
+    for name in [name for name in params if name != "__req__"]:
+        del params[name]
+    params.update(state)
 
 
 def end_with_error(req: Req, message: str) -> None:
@@ -169,8 +232,6 @@ def process_chunk(
         The request whose prompt goes on after this forward. SGLang calls its processor for each part of a prompt, so
         that what the processor remembers depends on how prompts happened to be cut.
     """
-    from sglang.srt.utils.async_probe import sanitize_nan_logits
-
     calls = ChunkCalls()
     groups: dict[str, list[int]] = {}
     for row, req in enumerate(reqs):
@@ -179,15 +240,15 @@ def process_chunk(
     for code, rows in groups.items():
         processor = info.custom_logit_processor[hash(code)][0]
         for position in range(1 + max(len(drafts[row]) for row in rows)):
-            there = [row for row in rows if len(drafts[row]) >= position and row not in calls.failures]
+            over = calls.failures.keys() | calls.lost.keys()
+            there = [row for row in rows if len(drafts[row]) >= position and row not in over]
             if not there:
                 break
             with _as_if_generated([(reqs[row], drafts[row][:position]) for row in there]):
                 _call(processor, there, reqs, logits, position, calls)
             for row in there:
-                if len(drafts[row]):
-                    calls.states.setdefault(row, []).append(_state_of(reqs[row]))
-        sanitize_nan_logits(logits, "custom logit processor")
+                if len(drafts[row]) and row not in calls.failures:
+                    calls.note(row, reqs[row], position)
     return calls
 
 
@@ -196,6 +257,7 @@ def _call(
 ) -> None:
     """One call for one position of ``rows``; where it fails, one call for each, so that only the culprits end."""
     params = [reqs[row].sampling_params.custom_params for row in rows]
+    before = _states_before([reqs[row] for row in rows]) if len(rows) > 1 and not position else {}
     try:
         logits[rows, position] = processor(logits[rows, position], params)
         return
@@ -205,12 +267,23 @@ def _call(
     for row in rows:
         if position:
             calls.restore(row, reqs[row], position)
+        elif (state := before.get(reqs[row].rid)) is not None:
+            _put(reqs[row].sampling_params.custom_params, state)
         if len(rows) > 1:
             _call(processor, [row], reqs, logits, position, calls)
         else:
             logger.warning("A custom logit processor failed.", exc_info=failure)
             said = f"custom_logit_processor failed ({type(failure).__name__}: {failure})."
             calls.failures[row] = position, said
+
+
+def _states_before(reqs: Sequence[Req]) -> dict[str, dict[str, Any] | None]:
+    """Parameters of several requests, by id, for the case that one of them makes their common call fail."""
+    states = {}
+    for req in reqs:
+        with suppress(Exception):  # such parameters stay what the failed call has left
+            states[req.rid] = _state_of(req)
+    return states
 
 
 @contextmanager

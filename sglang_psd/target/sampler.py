@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_psd.target.acceptance import Filters, VerifyRows, accept_chain, filtered_probs, target_choice
 from sglang_psd.target.penalties import PenaltyRow, apply_penalties, count_tokens
@@ -64,14 +65,16 @@ class ChunkSampler:
     Parameters
     ----------
     server_args : ServerArgs
+    random_seed : int
+        Of the target's worker: the same on all ranks, where each node's arguments may have another.
     """
 
-    def __init__(self, server_args):
+    def __init__(self, server_args, random_seed: int):
         self._calls: ChunkCalls | None = None
         self._device: str = server_args.device
         self._default_seed = default_seed(server_args)
         # All tensor-parallel ranks draw the same numbers: same seed, same sequence of calls.
-        self._random = np.random.default_rng([server_args.random_seed, 0x505344])
+        self._random = np.random.default_rng([random_seed, 0x505344])
 
     def sample(
         self, batch: ScheduleBatch, output: LogitsProcessorOutput, drafts: StagedDrafts
@@ -104,6 +107,7 @@ class ChunkSampler:
             # In the middle of a prompt no token is drawn.
             reading = None if batch.forward_mode.is_target_verify() else batch.chunked_req
             self._calls = process_chunk(reqs, info, logits, drafts.on_host(), reading)
+        sanitize_nan_logits(logits, "sampler: next_token_logits")
         filters = self._filters(reqs, info)
         uniforms = torch.from_numpy(self._random.random((len(reqs), chunk), dtype=np.float32))
         rows = VerifyRows(
@@ -130,6 +134,8 @@ class ChunkSampler:
                 continue
             params = req.sampling_params
             counts, counted = getattr(req, _COUNTS, (None, 0))
+            if counted > len(req.output_ids):  # a request of embeddings begins anew after a retraction
+                counts, counted = None, 0
             counts = count_tokens(counts, req.output_ids[counted:], vocab_size, self._device)
             setattr(req, _COUNTS, (counts, len(req.output_ids)))
             rows.append(

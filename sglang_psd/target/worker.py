@@ -70,8 +70,8 @@ class PSDWorker(BaseSpecWorker):
         self.chunk: int = self.num_steps + 1
         self.device = server_args.device
         self.context_len: int = self.model_runner.model_config.context_len
-        self._sampler = ChunkSampler(server_args)
-        self._simulated = SimulatedAcceptance.from_environment(self.chunk, server_args.random_seed)
+        self._sampler = ChunkSampler(server_args, target_worker.random_seed)
+        self._simulated = SimulatedAcceptance.from_environment(self.chunk, target_worker.random_seed)
         self._plans = HostPlans(self.model_runner, self.chunk)
         self._fetch: Callable[[], DraftBatch] | None = None
         self._begin: Callable[[], None] = lambda: None

@@ -156,6 +156,32 @@ def refusal(models, given: dict) -> str | None:
     return None
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
+        ("enable_mis", True, "--enable-mis"),
+        ("rl_on_policy_target", "fsdp", "--rl-on-policy-target"),
+        ("sampling_backend", "mine", "--sampling-backend mine"),
+    ],
+)
+def test_what_sglang_takes_on_gpus_only_is_refused(models, run_case, name, value, flag) -> None:
+    """Without a GPU SGLang's own checks come first, so the arguments are made and then looked at."""
+
+    def case() -> str:
+        from sglang_psd.algorithm import validate_server_args
+        from sglang_psd.errors import UnsupportedFeatureError
+        from sglang_psd.server_args import PSDServerArgs
+
+        draft = str(models / "D_mid")
+        args = PSDServerArgs(model_path=str(models / "T"), speculative_draft_model_path=draft, **BASE)
+        object.__setattr__(args, name, value)
+        with pytest.raises(UnsupportedFeatureError) as refused:
+            validate_server_args(args)
+        return str(refused.value)
+
+    assert flag in run_case(case)
+
+
 def test_multimodal_targets_are_refused(models, tmp_path, run_case) -> None:
     from transformers import AutoTokenizer, Qwen2VLConfig
 

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 
 from tests.rig.oracle import assert_prefixes
-from tests.rig.rig import Ask
+from tests.rig.rig import Ask, Rig
 from tests.rig.together import LOOPS, PROMPTS, assert_same, plain, together
 
 OPTIONS = {"enable_custom_logit_processor": True}
 SEEN: list = []
 BANNED = (1, 2)
+PAIR = (1, SEEN)
+
+
+class Elsewhere:
+    items: list = []  # noqa: RUF012
+
+
+def harmless(banned) -> bool:
+    return math.isfinite(banned)
+
+
+def remember() -> None:
+    SEEN.append(1)
 
 
 def processors() -> dict[str, str]:
@@ -64,8 +80,48 @@ def processors() -> dict[str, str]:
                     raise ValueError("this was never generated")
             return logits
 
-    classes = (Ban, NoRepeats, Alternate, Memory, Broken, Late)
-    return {cls.__name__: cls.to_str() for cls in (*classes, DisallowedTokensLogitsProcessor)}
+    class Plans(CustomLogitProcessor):
+        """Leaves what cannot be copied in its parameters."""
+
+        def __call__(self, logits, custom_param_list=None):
+            for row, params in zip(logits, custom_param_list):
+                if "plan" not in params and len(params["__req__"].output_ids) >= params["begin"]:
+                    params["plan"] = (token for token in params["banned"])
+                if "plan" in params:
+                    row[next(params["plan"], 0)] = float("-inf")
+            return logits
+
+    class Keeps(CustomLogitProcessor):
+        """Names the request in its parameters once more."""
+
+        def __call__(self, logits, custom_param_list=None):
+            for row, params in zip(logits, custom_param_list):
+                mine = params.setdefault("mine", {"req": params["__req__"]})
+                row[(len(mine["req"].output_ids) + 1) % 2 :: 2] = float("-inf")
+            return logits
+
+    class CountsAndFails(CustomLogitProcessor):
+        def __call__(self, logits, custom_param_list=None):
+            for row, params in zip(logits, custom_param_list):
+                params["calls"] = params.get("calls", 0) + 1
+                row[params["calls"] % 2 :: 2] = float("-inf")
+                if params["calls"] == params["last"]:
+                    raise ValueError("enough")
+            return logits
+
+    def empty() -> str:
+        class Empty(CustomLogitProcessor):
+            def __call__(self, logits, custom_param_list=None):
+                if custom_param_list is None:
+                    later()
+                return logits
+
+        sent = Empty.to_str()
+        later = None
+        return sent
+
+    classes = (Ban, NoRepeats, Alternate, Memory, Broken, Late, Plans, Keeps, CountsAndFails)
+    return {cls.__name__: cls.to_str() for cls in (*classes, DisallowedTokensLogitsProcessor)} | {"Empty": empty()}
 
 
 def wish(code: dict[str, str], name: str, **params) -> dict:
@@ -160,6 +216,76 @@ def test_a_processor_that_fails_ends_its_request_alone(run_case, models, oracle)
         assert found[6].ids[:7] == greedy[6][:7] and len(found[6].ids) <= 8
 
 
+@pytest.mark.parametrize("draft", ["D_same", "D_mid"])
+def test_parameters_that_cannot_be_copied(run_case, models, draft) -> None:
+    """From the call that makes them so the request runs without drafts; the server lives, the text is the plain one."""
+    code = processors()
+    banned = [text % 300 for text in range(7, 300, 13)]
+    asks: list[Ask] = [
+        (ids, 20, wish(code, "Plans", begin=begin, banned=banned)) for ids, begin in zip(PROMPTS, (0, 1, 2, 3, 9))
+    ]
+    asks += [(PROMPTS[5], 20, wish(code, "Empty")), (PROMPTS[6], 20, wish(code, "Alternate"))]
+    expected = run_case(plain, models, asks, **OPTIONS)
+    found, drafts = run_case(together, models, draft, 3, "overlapped", asks, **OPTIONS)
+    assert_same(found, expected, asks)
+    assert any(drafts[4][:4]) and not any(drafts[4][-6:]) and not any(drafts[5]) and any(drafts[6])
+
+
+def test_a_request_named_in_its_parameters_stays_itself(run_case, models) -> None:
+    code = processors()
+    asks: list[Ask] = [(ids, 20, wish(code, "Keeps")) for ids in PROMPTS]
+    expected = run_case(plain, models, asks, **OPTIONS)
+    found, drafts = run_case(together, models, "D_mid", 3, "overlapped", asks, **OPTIONS)
+    assert_same(found, expected, asks)
+    assert all(any(rounds) for rounds in drafts)
+
+
+@pytest.mark.parametrize("draft", ["D_same", "D_bad"])
+def test_a_call_that_fails_for_one_counts_once_for_the_others(run_case, models, draft) -> None:
+    code = processors()
+    asks: list[Ask] = [(ids, 20, wish(code, "CountsAndFails", last=99)) for ids in PROMPTS[:4]]
+    expected = run_case(plain, models, asks, **OPTIONS)
+    failing: list[Ask] = [
+        (PROMPTS[4 + i], 20, wish(code, "CountsAndFails", last=last)) for i, last in enumerate((1, 4, 7))
+    ]
+    found, _ = run_case(together, models, draft, 3, "overlapped", [*asks, *failing], **OPTIONS)
+    assert_same(found[:4], expected, asks)
+    assert [output.finish["type"] for output in found[4:] if output.finish] == ["abort"] * 3
+
+
+@pytest.mark.parametrize("end", [{"stop_regex": ["^.{6}"]}, {"max_new_tokens": 6}])
+def test_a_failure_behind_the_end_is_none(run_case, models, oracle, end) -> None:
+    """Whatever ends a request: a plain server would not have called its processor again."""
+    code, greedy = processors(), oracle.greedy(PROMPTS)
+    length = end.pop("max_new_tokens", 20)
+    stopped = run_case(plain, models, [(ids, length, dict(end)) for ids in PROMPTS], **OPTIONS)
+    asks: list[Ask] = [
+        (ids, length, {**wish(code, "Late", last=len(output.ids), text=text), **end})
+        for ids, text, output in zip(PROMPTS, greedy, stopped)
+    ]
+    for k in (3, 7):
+        found, _ = run_case(together, models, "D_same", k, "overlapped", asks, **OPTIONS)
+        assert_same(found, stopped, asks)
+
+
+@pytest.mark.parametrize("short", [5, 6, 8])
+def test_a_processor_that_remembers_moves_with_its_request(run_case, models, short) -> None:
+    """One slot empties, and a request of the other one moves there; it must not get a processor that knows nothing."""
+    code = processors()
+    asks: list[Ask] = [(ids, length, {}) for ids, length in zip(PROMPTS, (short, short, short, 40, 40))]
+    asks.append((PROMPTS[5], 40, wish(code, "Memory")))
+    expected = run_case(plain, models, asks, **OPTIONS)
+
+    def case() -> tuple[list, int]:
+        with Rig(models, "D_mid", 3, loop="overlapped", **OPTIONS) as rig:
+            outputs = rig.run(asks)
+            return outputs, rig.scheduler.psd_stats.moves
+
+    found, moves = run_case(case)
+    assert moves > 0
+    assert_same(found, expected, asks)
+
+
 def stateful_and_not() -> dict:
     """Classes, and whether they keep state."""
     from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor, Qwen3ThinkingBudgetLogitProcessor
@@ -176,6 +302,7 @@ def stateful_and_not() -> dict:
         def __call__(self, logits, custom_param_list=None):
             banned = custom_param_list[0]["banned"]
             assert all(banned == params["banned"] for params in custom_param_list), BANNED
+            assert isinstance(logits, torch.Tensor) and harmless(banned)
             return logits
 
     class OnItself(Pure):
@@ -216,7 +343,43 @@ def stateful_and_not() -> dict:
             setattr(logits, "calls", 1)  # noqa: B010
             return logits
 
+    class InADefault(Pure):
+        def __call__(self, logits, custom_param_list=None, calls=[]):  # noqa: B006
+            calls.append(1)
+            return logits
+
+    class InAHelper(Pure):
+        def __call__(self, logits, custom_param_list=None):
+            remember()
+            return logits
+
+    class InAProperty(Pure):
+        @property
+        def limit(self):
+            return SEEN.append(1)
+
+    class InAnotherClass(Pure):
+        def __call__(self, logits, custom_param_list=None):
+            Elsewhere.items.append(1)
+            return logits
+
+    class InATuple(Pure):
+        def __call__(self, logits, custom_param_list=None):
+            PAIR[1].append(1)
+            return logits
+
+    class ThroughItsDict(Pure):
+        def __call__(self, logits, custom_param_list=None):
+            self.__dict__["calls"] = 1
+            return logits
+
+    class ThroughVars(Pure):
+        def __call__(self, logits, custom_param_list=None):
+            vars(self)["calls"] = 1
+            return logits
+
     stateful = (OnItself, OnItsClass, InItsClass, Made, InAGlobal, InAVariable, InANumber, BySetattr)
+    stateful += (InADefault, InAHelper, InAProperty, InAnotherClass, InATuple, ThroughItsDict, ThroughVars)
     return {Pure: False, Qwen3ThinkingBudgetLogitProcessor: False, **dict.fromkeys(stateful, True)}
 
 

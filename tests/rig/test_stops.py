@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from tests.models import EOS, THINK_END
 from tests.rig.oracle import assert_prefixes
-from tests.rig.rig import Ask
+from tests.rig.rig import Ask, Rig
 from tests.rig.together import LOOPS, PROMPTS, assert_same, plain, together
 
 # --- stop tokens, stop strings, limits -----------------------------------------------------------
@@ -183,3 +185,46 @@ def test_streamed_requests_end_alike(run_case, models, oracle, loop) -> None:
     for output in found:
         assert output.chunks == sorted(output.chunks) and output.chunks[-1] == len(output.ids)
     assert all(len(output.chunks) > 3 for output in found[-8:])
+
+
+class Dashes:
+    """A tokenizer with two ways to write one string."""
+
+    eos_token_id, additional_stop_token_ids = 99, None
+    pieces: ClassVar = {1: "x", 2: "-", 3: "----"}
+
+    def decode(self, ids, **_) -> str:
+        return "".join(self.pieces[index] for index in ids)
+
+    def encode(self, text: str, **_) -> list[int]:
+        return [3] if text == "----" else [0] * len(text)
+
+
+@pytest.mark.parametrize("stop", [{"stop": "----"}, {"stop": "--"}, {"stop_regex": "x-{1,2}x"}])
+def test_where_a_stop_is_found_does_not_depend_on_rounds(run_case, models, stop) -> None:
+    """SGLang looks back as many tokens as a stop string has when it is encoded at once, and one."""
+
+    def case(lengths: tuple[int, ...]) -> tuple[list[int], dict | None]:
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        from sglang_psd.scheduler.stops import end_of_text, settled_len
+
+        with Rig(models, "D_mid"):
+            params, tokens = SamplingParams(max_new_tokens=50, **stop), [1, 2, 2, 2, 2, 1, 1]
+            params.normalize(Dashes())
+            req = Req("r", "", array("q", [1]), params, vocab_size=100, eos_token_ids={99})
+            req.tokenizer, start = Dashes(), 0
+            for length in lengths:
+                chunk = tokens[start : start + length]
+                taken = end_of_text(req, chunk[: settled_len(req, chunk)])
+                req.output_ids.extend(chunk[:taken])
+                req.update_finish_state(taken)
+                start += taken
+                if req.finished():
+                    break
+            return list(req.output_ids), req.finished_reason and req.finished_reason.to_json()
+
+    token_by_token = run_case(case, (1,) * 7)
+    for lengths in ((4, 3), (1, 3, 3), (2, 3, 2), (3, 3, 1), (7,), (5, 2)):
+        assert run_case(case, lengths) == token_by_token, lengths

@@ -40,6 +40,7 @@ FINE: list[dict[str, Any]] = [
     {"sampling_seed": -1},
     {"sampling_seed": 2**63 - 1},
     {"temperature": 1e-6},
+    {"top_k": 5.0, "min_new_tokens": 1.0, "sampling_seed": 7.0},
     {"max_new_tokens": None},
     {"stop_strs": ["a"], "stop_regex_strs": ["a$"]},
 ]
@@ -62,6 +63,8 @@ BAD: list[tuple[str, Any]] = [
     ("sampling_seed", "abc"),
     ("sampling_seed", True),
     ("top_k", 1.5),
+    ("top_k", float("inf")),
+    ("max_new_tokens", 16.0),
     ("top_k", 2**40),
     ("max_new_tokens", 2.5),
     ("max_new_tokens", "8"),
@@ -113,6 +116,9 @@ def test_numbers_of_numpy_become_pythons() -> None:
     found = {name: getattr(params, name) for name in given}
     assert found == {"temperature": 0.5, "top_k": 3, "sampling_seed": 7, "max_new_tokens": None}
     assert [type(value) for value in found.values()] == [float, int, int, type(None)]
+    params = SimpleNamespace(**{**GOOD, "top_k": 5.0})
+    use_plain_numbers(params)
+    assert type(params.top_k) is int
 
 
 ANYTHING = st.recursive(
