@@ -28,11 +28,14 @@ class Elsewhere:
         How many requests this slot may admit before the rest is left to that one; None: as many as fit.
     adder : PrefillAdder or None
         What admits requests in the plan that is being made.
+    planning : bool
+        Whether a PSD scheduler plans in this process; other servers are left alone.
     """
 
     reqs: list[Req] = field(default_factory=list)
     cut: int | None = None
     adder: Any = None
+    planning: bool = False
 
 
 _elsewhere = Elsewhere()
@@ -40,14 +43,14 @@ _elsewhere = Elsewhere()
 
 def set_elsewhere(reqs: Sequence[Req], cut: int | None = None) -> None:
     """Tell the admission estimate which requests run in other slots, and how many more may run there."""
-    _elsewhere.reqs, _elsewhere.cut = list(reqs), cut
+    _elsewhere.reqs, _elsewhere.cut, _elsewhere.planning = list(reqs), cut, True
 
 
 def count_elsewhere(adder) -> None:
     """Make a fresh ``PrefillAdder`` (``schedule_policy.py``) see the other slots: their future tokens, their ranks."""
     _elsewhere.adder = adder
     adder.rem_total_token_offset += sum(adder._get_running_request_total_token_offset(req) for req in _elsewhere.reqs)
-    if _elsewhere.reqs or _elsewhere.cut is not None:
+    if _elsewhere.planning:
         others, cut = _elsewhere.reqs, _elsewhere.cut
         preempt = adder.preempt_to_schedule
         adder.preempt_to_schedule = lambda req, server_args: (
@@ -80,16 +83,21 @@ def pushed_out() -> list[Req]:
 def preempts_here(adder, others: Sequence[Req], cut: int | None, server_args) -> bool:
     """Whether a request of higher priority may push one out of the planning slot.
 
-    Not where it will be admitted by the other slot, and not where that slot runs what SGLang would push out first.
+    Not where it will be admitted by the other slot, and not where that slot runs what SGLang would push out first. Nor
+    where it needs a row of the request table that what gives way may keep, as a turn of a streaming session does.
     """
     if cut is not None and len(adder.can_run_list) >= cut:
+        return False
+    running = adder.running_batch
+    keeps_row = any(req.session is not None and req.session.streaming for req in running.reqs)
+    if keeps_row and running.req_to_token_pool.available_size() <= len(adder.can_run_list):
         return False
     sign = 1 if server_args.schedule_low_priority_values_first else -1
 
     def rank(req: Req) -> tuple[float, float]:
         return -sign * req.priority, -req.time_stats.wait_queue_entry_time
 
-    own = [rank(req) for req in adder.running_batch.reqs if req not in adder.preempt_list and not req.finished()]
+    own = [rank(req) for req in running.reqs if req not in adder.preempt_list and not req.finished()]
     return bool(own) and all(min(own) <= rank(req) for req in others)
 
 

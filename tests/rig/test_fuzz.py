@@ -34,7 +34,7 @@ FUZZ = int(os.environ.get("PSD_FUZZ", "0"))
 FUZZ_FROM = int(os.environ.get("PSD_FUZZ_FROM", "0"))
 FUZZ_OF = os.environ.get("PSD_FUZZ_OF", "traffic")
 # Generator and number of scenarios that once failed.
-FOUND: tuple[tuple[str, int], ...] = (("traffic", 224), ("traffic", 7004), ("wide", 504), ("wide", 638))
+FOUND: tuple[tuple[str, int], ...] = (("traffic", 224), ("traffic", 7004), ("wide", 504), ("wide", 638), ("wide", 9033))
 PROFILE = settings(
     max_examples=CI_SCENARIOS,
     derandomize=True,
