@@ -69,3 +69,37 @@ def test_rows_that_cannot_be_fed_do_not_pile_up(engine: Any) -> None:
 def test_rows_beyond_the_mailbox_are_refused(engine: Any) -> None:
     with pytest.raises(ProtocolError, match="no room"):
         engine.take_features(Features(4, 12, [FeatureRow("a", 0, 5)]))
+
+
+class RoomyModel(FullModel):
+    """Has a slot for everybody, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.copied: list[tuple[str, str, int]] = []
+
+    def reserve_all(self, states: list[HeadState], lengths: list[int]) -> list[bool]:
+        for state, length in zip(states, lengths):
+            state.pool_row, state.num_slots = 1, max(state.num_slots, length)
+        return [True] * len(states)
+
+    def feed(self, states: list[HeadState], takes: list[int], features: torch.Tensor) -> None:
+        assert len(features) == sum(takes)
+
+    def copy_kv(self, source: HeadState, state: HeadState, count: int) -> None:
+        self.copied.append((source.rid, state.rid, count))
+
+
+@pytest.mark.parametrize(("hit", "inherited"), [(5, 5), (6, 5)])
+def test_a_request_that_is_being_read_passes_on_what_it_has(engine: Any, hit: int, inherited: int) -> None:
+    """Its last hidden state waits for its chain: who begins alike right behind it leaves that position out."""
+    engine._model = RoomyModel()
+    tokens = list(range(20))
+    engine._states = {rid: HeadState(rid, GREEDY, list(tokens)) for rid in "ab"}
+    send(engine, FeatureRow("a", 0, 6))
+    while engine.prefill_some():
+        pass
+    assert (engine._states["a"].known, engine._states["a"].fed) == (6, 5)
+    send(engine, FeatureRow("b", hit, 2))
+    state = engine._states["b"]
+    assert engine._model.copied == [("a", "b", inherited)]
+    assert (state.start, state.fed, state.known) == (hit - inherited, inherited, inherited + 2)
