@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_STEPS = 3
 DEFAULT_MAX_RUNNING_REQUESTS = 48
+# SGLang's own: its list of choices grows by those that programs register.
 SAMPLING_BACKENDS = ("flashinfer", "pytorch", "ascend")
 CPU_ATTENTION_BACKENDS = ("torch_native", "intel_amx")
 

@@ -116,7 +116,7 @@ class DraftingMixin(_Base):
         for i, (req, tokens) in enumerate(zip(reqs, flight.tokens)):
             legal = retained[i] if retained is not None else None
             length = int(lengths[i]) if legal is None else len(legal)
-            failed = flight.calls if flight.calls is not None and flight.calls.failed_within(i) else None
+            failed = flight.calls if flight.calls is not None and i in flight.calls.failures else None
             length = end_of_text(req, tokens[:length], least=2 if failed is None else 1)
             # A token that its grammar refuses ends the request with an error; SGLang counts the round all the same.
             lengths[i] = max(1, length)

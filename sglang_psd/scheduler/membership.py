@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_psd.scheduler import room
 from sglang_psd.scheduler.rebalance import split_off
-from sglang_psd.scheduler.slot import Slot
+from sglang_psd.scheduler.slot import Slot, UnionView
 from sglang_psd.scheduler.slots import admission_share, plan_move
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class AllPlacesDelayer:
 
     def should_delay(self, *, running_bs: int, num_allocatable_reqs: int) -> bool:
         """As SGLang's."""
-        running = sum(len(slot.live_requests()) for slot in self._scheduler.psd_slots)
+        running = UnionView(self._scheduler).batch_size()
         free = self._scheduler.max_running_requests - running
         return bool(self._stock.should_delay(running_bs=running, num_allocatable_reqs=free))
 

@@ -146,7 +146,7 @@ class ChunkCalls:
     states : dict of int to list of dict
         ``custom_params`` after each position, by row.
     failures : dict of int to (int, str)
-        The first position whose call failed, and the message, by row.
+        The first position whose call failed, and the message, by row; ``settle`` forgets those behind rejected drafts.
     lost : dict of int to int
         The first position whose call left parameters that cannot be copied, by row.
     """
@@ -154,23 +154,18 @@ class ChunkCalls:
     states: dict[int, list[dict[str, Any] | None]] = field(default_factory=dict)
     failures: dict[int, tuple[int, str]] = field(default_factory=dict)
     lost: dict[int, int] = field(default_factory=dict)
-    _reached: set[int] = field(default_factory=set)  # rows whose failed call was for a draft that was accepted
 
     def settle(self, row: int, req: Req, length: int) -> int:
         """``length`` tokens of ``row`` count: forget the calls behind them. Returns how many count after all."""
         failed, said = self.failures.get(row, (length, ""))
         if failed == 0:
             end_with_error(req, said)
-        elif failed < length:
-            self._reached.add(row)
+        elif failed >= length:
+            self.failures.pop(row, None)
         # A chunk has one token at least; where the first call failed it is one of an unprocessed law.
         length = max(1, min(length, failed, self.lost.get(row, length)))
         self.restore(row, req, length)
         return length
-
-    def failed_within(self, row: int) -> bool:
-        """Whether a call failed behind an accepted draft; asked after ``settle``."""
-        return row in self._reached
 
     def blame(self, row: int, req: Req, length: int) -> None:
         """End a request whose processor has failed, if that was behind its ``length`` tokens, none of them an end."""
@@ -257,7 +252,7 @@ def _call(
 ) -> None:
     """One call for one position of ``rows``; where it fails, one call for each, so that only the culprits end."""
     params = [reqs[row].sampling_params.custom_params for row in rows]
-    before = _states_before([reqs[row] for row in rows]) if len(rows) > 1 and not position else {}
+    before = _states_before(rows, reqs) if len(rows) > 1 and not position else {}
     try:
         logits[rows, position] = processor(logits[rows, position], params)
         return
@@ -267,7 +262,7 @@ def _call(
     for row in rows:
         if position:
             calls.restore(row, reqs[row], position)
-        elif (state := before.get(reqs[row].rid)) is not None:
+        elif (state := before.get(row)) is not None:
             _put(reqs[row].sampling_params.custom_params, state)
         if len(rows) > 1:
             _call(processor, [row], reqs, logits, position, calls)
@@ -277,12 +272,12 @@ def _call(
             calls.failures[row] = position, said
 
 
-def _states_before(reqs: Sequence[Req]) -> dict[str, dict[str, Any] | None]:
-    """Parameters of several requests, by id, for the case that one of them makes their common call fail."""
+def _states_before(rows: Sequence[int], reqs: Sequence[Req]) -> dict[int, dict[str, Any] | None]:
+    """Parameters of several requests, by row, for the case that one of them makes their common call fail."""
     states = {}
-    for req in reqs:
+    for row in rows:
         with suppress(Exception):  # such parameters stay what the failed call has left
-            states[req.rid] = _state_of(req)
+            states[row] = _state_of(reqs[row])
     return states
 
 
